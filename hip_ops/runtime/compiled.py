@@ -24,9 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def compile_function(function: Callable, **options) -> Callable:
-    """Return `function`, compiled at its first call with static shapes, one version per shape. options: of
-    torch.compile.
+def compile_function(function: Callable) -> Callable:
+    """Return `function`, compiled at its first call with static shapes, one version per shape.
 
     torch keeps at most eight versions of one code object (torch._dynamo.config.recompile_limit). So each choice of
     arguments that are None is compiled from a copy, as if it were a function of its own.
@@ -40,16 +39,15 @@ def compile_function(function: Callable, **options) -> Callable:
             inside = function.__globals__, function.__name__, function.__defaults__, function.__closure__
             copied = types.FunctionType(code, *inside)
             copied.__kwdefaults__ = function.__kwdefaults__
-            forms[form] = torch.compile(copied, dynamic=False, **options)
+            forms[form] = torch.compile(copied, dynamic=False)
         return forms[form](*arguments, **keywords)
 
     return call
 
 
-def formula(function: Callable[P, R], **options) -> Callable[P, R]:
+def formula(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a differentiable function of plain torch: it is compiled for tensors on an accelerator unless the
-    reference is requested. Where the compiler fails it runs uncompiled from then on, with a warning. options: of
-    torch.compile.
+    reference is requested. Where the compiler fails it runs uncompiled from then on, with a warning.
 
     The function is no operator: it has no other versions and no self-check. Where hip or triton is requested it is
     compiled too.
@@ -61,7 +59,7 @@ def formula(function: Callable[P, R], **options) -> Callable[P, R]:
     def compiled() -> Callable:
         """Return the compiled function; made at the first use, because torch.compile imports its compilers."""
         not_available = missing("compiled", torch.device("cuda"), named=False)
-        return function if not_available else compile_function(function, **options)
+        return function if not_available else compile_function(function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -143,7 +143,7 @@ def test_a_capture_that_fails_is_a_warning_once(decoder, monkeypatch, caplog):
 
     monkeypatch.setattr(decoder_module, "capture", fails)
     expected = generate(Decoder(decoder.model), prompts(5, 9), 8)
-    captured = Decoder(decoder.model, graphs=True, compiled=False)
+    captured = Decoder(decoder.model, graphs=True)
     assert generate(captured, prompts(5, 9), 8) == expected and generate(captured, prompts(5, 9), 8) == expected
     (warning,) = caplog.messages
     assert len(captures) == 1 and warning.endswith("one by one: operation not permitted when stream is capturing")

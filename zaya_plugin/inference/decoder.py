@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy
 import torch
 from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
-from hip_ops.runtime.choice import missing
 from hip_ops.runtime.conditions import capture
-from zaya_plugin.inference.compiled_step import CompiledLayer, block_places
+from zaya_plugin.inference.decode_step import DecodeStep, refusal
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
@@ -42,31 +41,26 @@ def without_modes() -> Iterator[None]:
 class Decoder:
     """Logits of the next token of b sequences: `begin` with prompts, then `step` with the tokens that were chosen.
 
-    On a GPU the layers of a step are compiled (compiled_step.py), and the step is captured as a graph, once for each
-    size of the batch and each doubling of the room. Without the compiler a step is a few thousand short kernels whose
-    launches take longer than they run, and its graph is captured for each doubling of the longest sequence. fp32 runs
-    without both, because its grouped products wait for the host; after a capture that fails, with a warning, so do all
-    further steps.
+    On a GPU a step is a few thousand short kernels whose launches take longer than they run, or for few sequences a few
+    hundred of its own (decode_step.py). It is captured as a graph once for each size of the batch and, but for its own
+    kernels, each doubling of the longest sequence. fp32 runs without both, because its grouped products wait for the
+    host. After a capture that fails, with a warning, all further steps run without graphs.
 
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
         graphs: capture steps; None: where it is possible.
-        compiled: compile steps; None: where they are captured and compiled_step.py has the whole layer.
         routed: keep the classes that the routers choose, for `routed_experts`; steps are then not captured.
+        kernels: compute steps by their own kernels where these take the model and the batch; None: where steps are
+            captured.
     """
 
-    def __init__(self, model, graphs: bool | None = None, routed: bool = False, compiled: bool | None = None):
+    def __init__(self, model, graphs: bool | None = None, routed: bool = False, kernels: bool | None = None):
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
-        self.graphs = (possible if graphs is None else graphs) and not routed
-        ranks = self.config.tensor_model_parallel_size * self.config.expert_model_parallel_size
-        whole = ranks == 1 and self.config.lora_rank is None and self.config.normalization == "RMSNorm"
-        possible = whole and missing("compiled", self.device, named=False) is None
-        self.compiles = self.graphs and possible if compiled is None else compiled
+        self.graphs, self.routed = (possible if graphs is None else graphs) and not routed, routed
+        self.own_kernels = self.graphs if kernels is None else kernels
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
-        for layer in model.decoder.layers if routed else ():
-            layer.mlp.router.register_forward_hook(lambda _, __, out: self.chosen.append(out[1].to(torch.int16).cpu()))
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
 
@@ -112,7 +106,7 @@ class Decoder:
         """
         self.longest += 1
         assert self.longest <= self.room, "more steps than `begin` has made room for"
-        reach = self.room if self.compiles else room_for(self.longest)
+        reach = room_for(self.longest) if self.decode_step is None else self.room
         self.tokens.copy_(tokens.unsqueeze(1))
         if reach in self.captured:
             graph, logits = self.captured[reach]
@@ -140,35 +134,37 @@ class Decoder:
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)
-        self._show(reach)
         positions = self.progress.positions.unsqueeze(0)
-        return self.logits(self._run(self.tokens, positions, self.states, self.compiled)[0])
+        if self.decode_step is not None:
+            embedding = embedded(self.model.embedding, self.tokens, marks_main_grad=False)
+            return self.logits(self.decode_step(embedding, self.model.rotary_pos_emb.of_positions(positions))[0])
+        self._show(reach)
+        return self.logits(self._run(self.tokens, positions, self.states)[0])
 
     def _show(self, reach: int) -> None:
         """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
         stored = torch.arange(reach, device=self.device)
         self.progress.visible = (stored <= self.progress.positions.unsqueeze(1))[:, None, None]
-        lengths = {state.keys.shape[2] for state in self.states} if self.compiles else ()
-        self.progress.blocks = {length: block_places(self.progress.positions, length) for length in lengths}
 
-    def _run(
-        self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None], layers: Sequence | None = None
-    ) -> Tensor:
-        """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm. layers: the
-        model's, or compiled ones.
-        """
+    def _run(self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
+        """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm."""
         model, context = self.model, None
         hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
-        for layer, state in zip(layers or model.decoder.layers, states, strict=True):
-            hidden, context = layer(
-                hidden_states=hidden,
-                attention_mask=None,
-                context=context,
-                rotary_pos_emb=angles,
-                inference_context=state,
-            )
+        for layer, state in zip(model.decoder.layers, states, strict=True):
+            keep = layer.mlp.router.register_forward_hook(self._keep_classes) if self.routed else nullcontext()
+            with keep:  # the hook ends with the layer's pass: the model may have other decoders
+                hidden, context = layer(
+                    hidden_states=hidden,
+                    attention_mask=None,
+                    context=context,
+                    rotary_pos_emb=angles,
+                    inference_context=state,
+                )
         return model.decoder.final_layernorm(hidden)
+
+    def _keep_classes(self, router, given, routed: tuple[Tensor, ...]) -> None:
+        self.chosen.append(routed[1].to(torch.int16).cpu())
 
     def _make_room(self, batch: int, tokens: int) -> None:
         """Allocate states for `batch` sequences of `tokens` tokens, or clear those that fit."""
@@ -184,9 +180,17 @@ class Decoder:
             DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
             for number in range(1, self.config.num_layers + 1)
         ]
-        layers = self.model.decoder.layers if self.compiles else ()
-        norms = [*(layer.input_layernorm for layer in layers[1:]), self.model.decoder.final_layernorm]
-        self.compiled = [CompiledLayer(layer, norm) for layer, norm in zip(layers, norms, strict=False)]
+        self.decode_step: DecodeStep | None = None
+        if self.own_kernels and refusal(self.config, self.device, batch) is None:
+            self.decode_step = DecodeStep(self.model, self.states)
+            try:
+                self._step(self.room)  # compiles all kernels before one of them changes a state that counts
+            except Exception as error:  # any of Triton and its compilers
+                self.decode_step, self.own_kernels = None, False
+                text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
+                logger.warning(text, type(error).__name__, str(error).partition("\n")[0])
+            for state in self.states:
+                state.clear()
 
 
 def room_for(tokens: int) -> int:

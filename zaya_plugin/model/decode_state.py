@@ -22,13 +22,11 @@ class Progress:
     """How far b sequences are; one for all layers.
 
     positions: int64 [b], of the last token of the pass under way. visible: bool [b, 1, 1, t], the stored tokens that a
-    step attends to; t is at most the room of the sequences. blocks: the same for compiled steps, by the length of a
-    cache, as inference/compiled_step.py defines it.
+    step attends to; t is at most the room of the sequences.
     """
 
     positions: Tensor
     visible: Tensor | None = None
-    blocks: dict[int, tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass
