@@ -2,6 +2,7 @@
 """Decoding on an accelerator: steps replayed as graphs are the steps, and fp32 gives transformers' tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     """Room for 16 tokens at first: several graphs, and a second batch in the same memory."""
     monkeypatch.setattr(decoder_module, "ROOM", 16)
     loaded = model(folder, torch.bfloat16)
-    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded)
+    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded, kernels=False)
     assert graphs.graphs
     tokens = generate(plain, PROMPTS, 100)
     assert generate(graphs, PROMPTS, 100) == tokens and sorted(graphs.captured) == [32, 64, 128, 256]
@@ -49,6 +50,30 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     for place in range(99):
         one, other = (decoder.step(given[:, place]).clone() for decoder in (plain, graphs))
         assert torch.equal(one, other), place
+
+
+@pytest.mark.parametrize(
+    "windows", [{}, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700)], ids=["all", "windows"]
+)
+def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, caplog, windows):
+    """One captured step, over the edges of blocks of keys and round a ring that is no whole block; six sequences have
+    no kernels.
+    """
+    loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **windows)), torch.bfloat16)
+    for given in (PROMPTS[2:], PROMPTS):
+        plain, own = Decoder(loaded, kernels=False), Decoder(loaded)
+        tokens = torch.tensor(generate(plain, given, 120), device="cuda")
+        for decoder in (plain, own):
+            decoder.begin(given, 120)
+        apart = []
+        for place in range(119):
+            one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, own))
+            apart.append((other - one).norm(dim=-1) / one.norm(dim=-1))
+        assert torch.stack(apart).median() < 0.05  # a token that another expert takes is further away
+        assert own.decode_step is not None and [*own.captured] == [own.room]
+    own.begin(PROMPTS * 2, 4)
+    assert own.decode_step is None
+    assert not caplog.messages
 
 
 def test_a_state_in_bf16_is_near_the_whole_sequence(folder):

@@ -116,7 +116,9 @@ def test_a_batch_leaves_nothing_to_the_next(decoder):
     generate(shared, prompts(30, 31), 20)
     room = shared.states[0].keys.data_ptr()
     assert generate(shared, given, 12) == alone and shared.states[0].keys.data_ptr() == room
-    assert generate(shared, prompts(3), 12) == generate(Decoder(decoder.model), prompts(3), 12)
+    routed = Decoder(decoder.model, routed=True)
+    assert generate(routed, prompts(3), 12) == generate(shared, prompts(3), 12)
+    assert len(routed.chosen) == 12 * SMALL.num_layers, "its hooks saw the tokens of another decoder"
 
 
 def test_a_row_does_not_depend_on_the_others(decoder):
@@ -133,8 +135,8 @@ def test_more_steps_than_room(decoder):
         decoder.step(torch.tensor([3]))
 
 
-def test_a_capture_that_fails_is_a_warning_once(decoder, monkeypatch, caplog):
-    """As on HIP, where a call may not be allowed in a graph; in this test no step can be captured."""
+def test_kernels_and_a_capture_that_fail_are_a_warning_each(decoder, monkeypatch, caplog):
+    """Triton has no GPU to compile for. A call may not be allowed in a graph, as on HIP; in this test none is."""
     captures = []
 
     def fails(call):
@@ -143,7 +145,9 @@ def test_a_capture_that_fails_is_a_warning_once(decoder, monkeypatch, caplog):
 
     monkeypatch.setattr(decoder_module, "capture", fails)
     expected = generate(Decoder(decoder.model), prompts(5, 9), 8)
+    monkeypatch.setattr(decoder_module, "refusal", lambda *model_and_batch: None)
     captured = Decoder(decoder.model, graphs=True)
     assert generate(captured, prompts(5, 9), 8) == expected and generate(captured, prompts(5, 9), 8) == expected
-    (warning,) = caplog.messages
+    first, warning = caplog.messages
+    assert first.startswith("decoding: the kernels of a step fail, so its layers are those of training: RuntimeError")
     assert len(captures) == 1 and warning.endswith("one by one: operation not permitted when stream is capturing")

@@ -208,11 +208,11 @@ def output_kernel(
 
 
 @triton.jit
-def linear(matrix, x, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Return matrix [ROWS, WIDTH] times x [BLOCK] -> fp32 [PADDED], zeros beyond ROWS."""
+def whole(matrix, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """Load a matrix [ROWS, WIDTH] as fp32 [PADDED, BLOCK], zeros beyond."""
     out, column = tl.arange(0, PADDED)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (out < ROWS) & (column < WIDTH)
-    return times(tl.load(matrix + out * WIDTH + column, mask=inside, other=0.0).to(tl.float32), x.to(tl.float32))
+    return tl.load(matrix + out * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -226,6 +226,7 @@ def route_kernel(
     row = tl.program_id(0)
     channel, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     dtype = state.dtype.element_ty
+    tile = whole(w1, R, R, BLOCK, BLOCK)
     wide = vector(projected + row * R, R, BLOCK) + vector(b_down, R, BLOCK)
     if gamma is not None:
         wide = tl.fma(vector(state + row * R, R, BLOCK), vector(gamma, R, BLOCK), wide)
@@ -234,10 +235,10 @@ def route_kernel(
     tl.store(state + row * R + channel, new, mask=channel < R)
     wide = new.to(tl.float32)
     x = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / R + eps) * vector(w_norm, R, BLOCK)).to(dtype)
-    x = gelu((linear(w1, x, R, R, BLOCK, BLOCK) + vector(b1, R, BLOCK)).to(dtype))
-    x = gelu((linear(w2, x, R, R, BLOCK, BLOCK) + vector(b2, R, BLOCK)).to(dtype))
+    x = gelu((times(tile, x.to(tl.float32)) + vector(b1, R, BLOCK)).to(dtype))
+    x = gelu((times(whole(w2, R, R, BLOCK, BLOCK), x.to(tl.float32)) + vector(b2, R, BLOCK)).to(dtype))
     known = column < CLASSES
-    logits = linear(w_out, x, R, CLASSES, BLOCK, COLUMNS).to(dtype)
+    logits = times(whole(w_out, R, CLASSES, BLOCK, COLUMNS), x.to(tl.float32)).to(dtype)
     p = tl.reshape(softmax(logits[None, :], known[None, :]), (COLUMNS,))
     biased = p + tl.load(biases + column, mask=known, other=0.0)
     biased = tl.where(known, tl.where(biased == biased, biased, float("inf")), float("-inf"))
@@ -260,7 +261,8 @@ def expert_input_kernel(
     if expert < EXPERTS:
         matrix = matrices + expert.to(tl.int64) * (2 * F * H)
         gate_rows, up_rows = row_tile(matrix, first, H, ROWS, BLOCK), row_tile(matrix, F + first, H, ROWS, BLOCK)
-        x, dtype = vector(normed + row * H, H, BLOCK), hidden.dtype.element_ty
+        x = vector(normed + row * H, H, BLOCK)
+        dtype = hidden.dtype.element_ty
         gate, up = times(gate_rows, x).to(dtype).to(tl.float32), times(up_rows, x).to(dtype).to(tl.float32)
         result = gate / (1.0 + tl.exp(-gate)) * up * tl.load(weights + row)
         tl.store(hidden + row * F + first + tl.arange(0, ROWS), result.to(dtype))

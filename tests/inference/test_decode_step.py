@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a decoding step: in Triton's interpreter against the layers of training and transformers, and what the
+compilers make of them for Hopper, MI300X and MI355X (no GPU needed).
+"""
+
+import pytest
+
+from tests.hip_ops.cpu_kernels import run_python
+
+pytest.importorskip("triton")
+
+SLIDING = "sliding_window=9, window_attn_skip_freq=2, swa_rotary_base=700"
+PROGRAM = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from triton.runtime import interpreter
+
+import zaya_plugin.patches
+
+zaya_plugin.patches.apply()
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from tests.inference.small import SMALL, open_theirs, publish_small
+from tests.inference.test_decoder import apart, prompts
+from zaya_plugin.checkpoint.convert.importing import open_source
+from zaya_plugin.checkpoint.convert.loading import load_model
+from zaya_plugin.inference import decode_step, decoder
+from zaya_plugin.inference.sampling import generate
+from zaya_plugin.model.build import groups_of_one
+
+def numbers(handle):
+    bits = handle.data
+    return (bits.astype(numpy.uint32) << 16).view(numpy.float32) if bits.dtype == numpy.uint16 else bits
+
+
+def product(builder, a, b, d, *_):  # the interpreter's own multiplies the bits of bf16
+    return interpreter.TensorHandle(numpy.matmul(numbers(a), numbers(b)) + d.data, d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = product
+torch.set_grad_enabled(False)
+groups_of_one()
+model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+folder, dtype, steps, lengths = Path(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+fields = eval(f"dict({sys.argv[5]})")
+decoder.ROOM = decode_step.BLOCK = 16
+decode_step.SPLITS = 2
+publish_small(folder, model=replace(SMALL, num_layers=3, **fields))
+tensors = load_file(folder / "model.safetensors")
+for name, tensor in tensors.items():
+    if name.endswith("balancing_biases"):
+        tensor[-1] = 0.05  # tokens choose the skip class
+save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+source = open_source(folder)
+plain, own = (decoder.Decoder(load_model(source.model, source.tensors, dtype), kernels=k) for k in (False, True))
+given, classes = prompts(*lengths), []
+tokens = torch.tensor(generate(plain, given, steps))
+route = decode_step.run_kernel
+
+
+def keep(kernel, *arguments, **keywords):
+    route(kernel, *arguments, **keywords)
+    if kernel.fn.__name__ == "route_kernel":
+        classes.extend(own.decode_step.ids.tolist())
+
+
+decode_step.run_kernel = keep
+for each in (plain, own):
+    each.begin(given, steps)
+assert own.decode_step is not None and plain.decode_step is None
+pairs = [[each.step(tokens[:, place]).float() for each in (plain, own)] for place in range(steps - 1)]
+far = sorted(apart(mine, other) for other, mine in pairs)
+print("far", far[len(far) // 2] if dtype == torch.bfloat16 else far[-1])
+print("skipped", SMALL.num_experts in classes, len(set(classes)))
+if len(given) == 1:
+    ids = torch.tensor([given[0] + tokens[0].tolist()])
+    theirs = open_theirs(folder)(ids).logits[0, len(given[0]) : -1]
+    print("theirs", apart(torch.cat([mine for _, mine in pairs]), theirs))
+"""
+
+
+@pytest.mark.slow  # 10 seconds of imports, and the interpreter takes a second a step
+@pytest.mark.parametrize(
+    ("dtype", "lengths", "steps", "fields"),
+    [
+        ("float32", (1,), 20, "skip_output='zero'"),  # from position 1 over the edge of a block
+        ("float32", (9, 1, 15), 8, f"{SLIDING}, skip_output='identity'"),  # full rings
+        ("bfloat16", (1,), 40, f"{SLIDING}, skip_output='identity'"),
+    ],
+    ids=["one", "windows", "half"],
+)
+def test_in_the_interpreter(tmp_path, dtype, lengths, steps, fields):
+    words = (tmp_path / "model", dtype, steps, lengths, fields)
+    done = run_python(PROGRAM, *words, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:]
+    figures = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
+    assert float(figures["far"][0]) < (1e-5 if dtype == "float32" else 0.02), figures
+    assert figures["skipped"][0] == "True" and int(figures["skipped"][1]) > 3, figures
+    assert float(figures.get("theirs", [0])[0]) < 1e-5, figures
