@@ -39,8 +39,8 @@ def refusal(config: ZayaConfig, device: torch.device, batch: int) -> str | None:
         return "adapters and LayerNorm have no kernels"
     if heads & (heads - 1) or d & (d - 1) or config.num_query_groups * d % (2 * ROWS["project"]):
         return f"{heads} heads of {d} channels; both must be powers of two"
-    if config.hidden_size % ROWS["output"] or config.moe_ffn_hidden_size % ROWS["expert_input"]:
-        return f"the hidden size is no multiple of {ROWS['output']}"
+    if config.hidden_size % 16 or config.moe_ffn_hidden_size % 8 or config.router_hidden_size % 2:
+        return "a width is no multiple of the rows of a program"
     return missing("triton", device, named=False)
 
 
@@ -87,7 +87,9 @@ class DecodeStep:
             rope = rope_table(angles, layer.self_attention.own_rotary_base)
             self._layer(layer, state, output, stream, vectors, scale, rope)
             output, stream, vectors = self.output, self.streams[1], layer.post_mlp_residual.vectors()
-        return hip_ops.scaled_residual_rms_norm(output.view_as(embedding), stream.view_as(embedding), *vectors, last.weight, last.eps)[0]
+        return hip_ops.scaled_residual_rms_norm(
+            output.view_as(embedding), stream.view_as(embedding), *vectors, last.weight, last.eps
+        )[0]
 
     def _layer(
         self, layer: nn.Module, state: DecodeState, output: Tensor, stream: Tensor, vectors: tuple[Tensor, ...],
@@ -120,8 +122,8 @@ class DecodeStep:
         )  # fmt: skip
         launch(
             kernels.attend_kernel, (SPLITS, g, batch), self.query, state.keys, state.values, positions, self.tops,
-            self.totals, self.parts, attention.core_attention.softmax_scale or d**-0.5, places, GROUPS=g, PER=n // g, D=d, SPLITS=SPLITS,
-            BLOCK=BLOCK, ROWS=max(16, n // g),
+            self.totals, self.parts, attention.core_attention.softmax_scale or d**-0.5, places, GROUPS=g, PER=n // g,
+            D=d, SPLITS=SPLITS, BLOCK=BLOCK, ROWS=max(16, n // g),
         )  # fmt: skip
         launch(
             kernels.output_kernel, (h // ROWS["output"],), self.tops, self.totals, self.parts,
@@ -143,7 +145,9 @@ class DecodeStep:
             experts if skip else -1, R=r, CLASSES=router.num_classes,
             COLUMNS=router_columns(router.num_classes), BLOCK=power_of_two(r), num_warps=2 * WARPS,
         )  # fmt: skip
-        fc1, fc2 = (as_block(module.matrices()) for module in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2))
+        fc1, fc2 = (
+            as_block(module.matrices()) for module in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2)
+        )
         sizes = dict(EXPERTS=experts, H=h, F=f)
         launch(
             kernels.expert_input_kernel, (f // ROWS["expert_input"], batch), normed, self.weights, self.ids, fc1,
