@@ -60,11 +60,11 @@ def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, caplog,
     no kernels.
     """
     loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **windows)), torch.bfloat16)
-    for given in (PROMPTS[2:], PROMPTS):
+    for batch in (PROMPTS[2:], PROMPTS):
         plain, own = Decoder(loaded, kernels=False), Decoder(loaded)
-        tokens = torch.tensor(generate(plain, given, 120), device="cuda")
+        tokens = torch.tensor(generate(plain, batch, 120), device="cuda")
         for decoder in (plain, own):
-            decoder.begin(given, 120)
+            decoder.begin(batch, 120)
         apart = []
         for place in range(119):
             one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, own))

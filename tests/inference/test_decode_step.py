@@ -136,10 +136,10 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
     assert len(calls) == 16
     for kernel, (_, *arguments), words in calls[8:]:
         del words["device"]
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | words
-        options = {name: given.pop(name) for name in words if name not in kernel.arg_names}
-        fixed = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
-        types = {name: described(value) for name, value in given.items() if name not in fixed}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | words
+        options = {name: values.pop(name) for name in words if name not in kernel.arg_names}
+        fixed = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or values[p.name] is None}
+        types = {name: described(value) for name, value in values.items() if name not in fixed}
         signature, wide = {name: kind for name, (kind, _) in types.items()}, [n for n in types if "D" in types[n][1]]
         compiled = compiled_kernel(kernel, target, signature, fixed, wide, **options)
         if target[0] == "cuda":

@@ -163,7 +163,7 @@ class Decoder:
                 )
         return model.decoder.final_layernorm(hidden)
 
-    def _keep_classes(self, router, given, routed: tuple[Tensor, ...]) -> None:
+    def _keep_classes(self, router, inputs, routed: tuple[Tensor, ...]) -> None:
         self.chosen.append(routed[1].to(torch.int16).cpu())
 
     def _make_room(self, batch: int, tokens: int) -> None:

@@ -13,10 +13,8 @@ r router width, E experts of width f. BLOCK is a power of two, at least the row 
 import triton
 import triton.language as tl
 
-from hip_ops.ops.cca_prologue.triton_rows import pair_columns
-from hip_ops.ops.router_mlp.triton_kernels import gelu, softmax
-
 EPSILON = tl.constexpr(2.0**-23)  # of fp32
+INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
@@ -91,17 +89,20 @@ def prologue_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     is_key = head >= HEADS
     group = tl.where(is_key, head - HEADS, head // PER)
-    first, second = pair_columns(D // 2, ROTARY)
+    pair = tl.arange(0, D // 2)
+    turns = pair < ROTARY // 2
+    first = pair + tl.where(turns, 0, ROTARY // 2)  # channels behind ROTARY do not turn; half of them in each
+    second = first + tl.where(turns, ROTARY // 2, (D - ROTARY) // 2)
     taps = tl.arange(0, 2 * D)[None, :]  # channels of the head, both taps of each
     matrix = grouped_weight + head * (2 * D * D)
     first_rows = tl.load(matrix + first[:, None] * (2 * D) + taps).to(tl.float32)
     second_rows = tl.load(matrix + second[:, None] * (2 * D) + taps).to(tl.float32)
 
     own = head * D + tl.arange(0, D)
-    here = projected + row * (C + GROUPS * D)
+    at0 = projected + row * (C + GROUPS * D)
     at1 = z + (BATCH + row) * C
     at2 = z + row * C
-    z0, z1 = tl.load(here + own), tl.load(at1 + own)
+    z0, z1 = tl.load(at0 + own), tl.load(at1 + own)
     near, far = z1.to(tl.float32), tl.load(at2 + own).to(tl.float32)
     a0 = tl.load(depthwise_weight + 2 * own).to(tl.float32)
     a1 = tl.load(depthwise_weight + 2 * own + 1).to(tl.float32)
@@ -111,10 +112,10 @@ def prologue_kernel(
     u = tl.reshape(tl.join(u_before, u_now), (2 * D,)).to(tl.float32)
 
     bias = grouped_bias + head * D
-    x_first = tl.load(bias + first).to(tl.float32) + 0.5 * tl.load(here + head * D + first).to(tl.float32)
-    x_second = tl.load(bias + second).to(tl.float32) + 0.5 * tl.load(here + head * D + second).to(tl.float32)
+    x_first = tl.load(bias + first).to(tl.float32) + 0.5 * tl.load(at0 + head * D + first).to(tl.float32)
+    x_second = tl.load(bias + second).to(tl.float32) + 0.5 * tl.load(at0 + head * D + second).to(tl.float32)
     # Of a query head the group's key, of a key head the mean of the group's queries.
-    others = here + tl.where(is_key, group * PER, HEADS + group) * D
+    others = at0 + tl.where(is_key, group * PER, HEADS + group) * D
     share = tl.where(is_key, 0.5 / PER, 0.5)
     for i in range(tl.where(is_key, PER, 1)):
         x_first += share * tl.load(others + i * D + first).to(tl.float32)
@@ -123,8 +124,6 @@ def prologue_kernel(
     x_second += times(second_rows, u)
     inverse = tl.rsqrt(tl.maximum(tl.sum(x_first * x_first + x_second * x_second, axis=0), EPSILON * EPSILON))
     length = tl.where(is_key, tl.load(key_scales + group).to(tl.float32), 1.0) * inverse * tl.sqrt(D * 1.0)
-    pair = tl.arange(0, D // 2)
-    turns = pair < ROTARY // 2
     cos = tl.load(rope + row * ROTARY + pair, mask=turns, other=1.0) * length
     sin = tl.load(rope + row * ROTARY + ROTARY // 2 + pair, mask=turns, other=0.0) * length
     place = tl.load(positions + row) % places
@@ -139,7 +138,7 @@ def prologue_kernel(
     channel = group * D + tl.arange(0, D) - (GROUPS * D - DELAYED)  # negative: of the current values
     late = is_key & (channel >= 0)
     before = tl.load(delayed + row * DELAYED + channel, mask=late, other=0.0)
-    now = tl.load(here + C + group * D + tl.arange(0, D))
+    now = tl.load(at0 + C + group * D + tl.arange(0, D))
     tl.debug_barrier()  # the state is read
     tl.store(at2 + own, z1)
     tl.store(at1 + own, z0)
@@ -216,6 +215,13 @@ def whole(matrix, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def gelu(x):
+    """Return the exact GELU in x's dtype."""
+    wide = x.to(tl.float32)
+    return (0.5 * wide * (1.0 + tl.erf(wide * INVERSE_SQRT_2))).to(x.dtype)
+
+
+@triton.jit
 def route_kernel(
     projected, state, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, weights, ids, eps, unweighted,
     R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -239,7 +245,9 @@ def route_kernel(
     x = gelu((times(whole(w2, R, R, BLOCK, BLOCK), x.to(tl.float32)) + vector(b2, R, BLOCK)).to(dtype))
     known = column < CLASSES
     logits = times(whole(w_out, R, CLASSES, BLOCK, COLUMNS), x.to(tl.float32)).to(dtype)
-    p = tl.reshape(softmax(logits[None, :], known[None, :]), (COLUMNS,))
+    raised = tl.where(known, logits.to(tl.float32), float("-inf"))
+    raised = tl.exp(raised - tl.max(raised, axis=0))
+    p = raised / tl.sum(raised, axis=0)
     biased = p + tl.load(biases + column, mask=known, other=0.0)
     biased = tl.where(known, tl.where(biased == biased, biased, float("inf")), float("-inf"))
     choice = tl.min(tl.where(biased == tl.max(biased, axis=0), column, CLASSES - 1), axis=0)
