@@ -55,7 +55,7 @@ check test test-all test-core16: export OMP_NUM_THREADS ?= 1
 check: setup ## Run the core of the tests (2 minutes)
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CHECK_TESTS) $(PYTEST_ARGS)
 
-test: setup ## Run the tests that are neither slow nor need an accelerator (8 minutes on 2 cores); ends with the 20 slowest
+test: setup ## Run the tests that are neither slow nor need an accelerator (7 minutes on 2 cores); ends with the 20 slowest
 	@tools/apt_packages.sh
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" --durations=20 --durations-min=1 $(PYTEST_ARGS)
 

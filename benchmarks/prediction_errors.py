@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import json
 import shlex
 import statistics
@@ -29,15 +30,16 @@ import yaml
 from zaya_plugin.bench.options import VOCABULARY, with_data_path
 from zaya_plugin.config.compose import compose
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.plan import prediction, recipe_plan, step_source
+from zaya_plugin.plan import prediction, recipe_plan, step_source, step_work
 from zaya_plugin.plan.known_machine import recipe_of
 
 REPO = Path(__file__).parents[1]
-RESULTS, PAGE = REPO / "benchmarks" / "results", REPO / "docs" / "plan.md"
-BEGIN, END = "<!-- prediction-errors -->\n", "<!-- /prediction-errors -->\n"
+RESULTS = REPO / "benchmarks" / "results"
 GROUPS = ("experiment", "cluster", "logger")
 # Settings that a record's recipe does not hold, by a part of the record's name.
 UNRECORDED = {"8_nccl_blocks": "NCCL_MAX_CTAS=8 in the environment", " te_": "Transformer Engine"}
+# The fit must predict 8 sequences a micro-batch from steps of 2 and 4; also with other packages (the name goes on).
+PREDICTED_STEP = "step40-h200-micro_batch_8"
 MEMORY_BOUND, FITTED_BOUND, HELD_OUT_BOUND = 0.03, 0.03, 0.08
 FITTED, SAME_DEVICES, LEFT_OUT = "fitted", "held out", "held out, other devices"
 
@@ -120,7 +122,6 @@ def measured_steps() -> list[Measured]:
 def _of_record(name: str, values: dict) -> Measured:
     recipe, step = step_source.recorded_recipe(values), values["step"]
     graph = recipe_plan.has_graph(recipe)
-    kernels = sum(row["ms"] for row in values["parts"] if row["part"] not in step_source.NOT_COMPUTING)
     return Measured(
         name,
         values["commit"],
@@ -129,10 +130,15 @@ def _of_record(name: str, values: dict) -> Measured:
         values["world_size"],
         recipe,
         step["optimizer"],
-        (step["ms"] if graph else kernels) / 1e3,
+        step["ms"] / 1e3 if graph else _kernels(values),
         step["reserved_gib" if graph else "allocated_gib"],
         values,
     )
+
+
+def _kernels(values: dict) -> float:
+    """Return the seconds of a traced step's kernels, without collectives that were alone."""
+    return sum(row["ms"] for row in values["parts"] if row["part"] not in step_source.NOT_COMPUTING) / 1e3
 
 
 def _of_verify(name: str, values: dict, line: dict) -> Measured:
@@ -193,16 +199,22 @@ def _composed(options: tuple[str, ...]) -> Recipe:
     return compose(with_data_path([*options]))
 
 
+def _prediction(step: Measured, source: step_source.Source) -> prediction.Prediction:
+    source = replace(source, optimizer=step.optimizer)
+    return prediction.predict(step.recipe, step.devices, source, VOCABULARY)
+
+
 def predicted(step: Measured, source: step_source.Source) -> tuple[float | None, float]:
     """Return the seconds and GiB that are predicted for a step."""
-    source = replace(source, optimizer=step.optimizer)
-    result = prediction.predict(step.recipe, step.devices, source, VOCABULARY)
+    result = _prediction(step, source)
     assert result.memory is not None
     return result.seconds, result.memory.total / recipe_plan.GIB
 
 
 def fit_records(steps: Iterable[Measured]) -> list[Measured]:
-    """Return the records of the fit: steps with their parts on one or two H200s, each a graph of the current code."""
+    """Return the records of the fit: steps with their parts on one or two H200s, each a graph of the current code, but
+    for those of PREDICTED_STEP.
+    """
     return [
         step
         for step in steps
@@ -211,6 +223,7 @@ def fit_records(steps: Iterable[Measured]) -> list[Measured]:
         and step.devices <= 2
         and recipe_plan.has_graph(step.recipe)
         and not step.left_out
+        and not step.record.startswith(PREDICTED_STEP)
     ]
 
 
@@ -219,7 +232,7 @@ def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
 
     The speed of a part is the one with the least squares of its errors, as shares of the records' steps. slowed: share
     of the hidden collectives' expected time by which kernels take longer; default: the one of 0, 0.05 .. 1 with the
-    least squares of the steps' errors.
+    least squares of the errors of steps and of their kernels.
     """
     if slowed is None:
         fits = [fit(records, share / 20) for share in range(21)]
@@ -228,14 +241,17 @@ def fit(records: Sequence[Measured], slowed: float | None = None) -> dict:
     machine = recipe_of(first.device).machine
     rates = machine.gemm_tflops * 1e12, machine.copy_tb_per_s * 1e12
     sources = [_alone(step, slowed, rates) for step in records]
-    parts = {part: asdict(_speed(part, sources, records)) for part in sources[0].parts}
+    passes = {part: _layer_pass_seconds(part, sources, records) for part in sources[0].parts}
+    parts = {part: asdict(_speed(part, sources, records, seconds)) for part, seconds in passes.items()}
+    if passes["experts"]:
+        moved = step_work.work_of(first.recipe, first.devices, VOCABULARY)["experts"].weights / _layer_passes(first)
+        parts["experts"] |= {"layer_pass_seconds": 0.0, "weight_share": moved / rates[1] / passes["experts"]}
     attention = {}
-    for version in sorted({step.recipe.cluster.core_attention for step in records}):
+    for version in sorted({step.recipe.cluster.core_attention for step in records} - {"auto"}):
         rows = [row for row in zip(sources, records, strict=True) if row[1].recipe.cluster.core_attention == version]
-        attention[version] = _speed("attention", *zip(*rows, strict=True)).share
+        attention[version] = _speed("attention", *zip(*rows, strict=True), passes["attention"]).share
     attention |= {"cudnn": attention["sdpa"]} if "sdpa" in attention else {}  # torch took cuDNN's kernels
-    layers = [step.recipe.model.num_layers * step.values["step"]["micro_batches"] for step in records]
-    gap = _slope([source.idle for source in sources], layers, [step.seconds for step in records])
+    gap = _slope([source.idle for source in sources], list(map(_layer_passes, records)), [s.seconds for s in records])
     if not all(recipe_plan.has_graph(step.recipe) for step in records):
         gap = 0.0  # launched kernel by kernel, a step waits for its host
     return {
@@ -271,19 +287,41 @@ def _alone(step: Measured, slowed: float, rates: tuple[float, float]) -> step_so
     )
 
 
-def _speed(part: str, sources: Sequence[step_source.Source], records: Sequence[Measured]) -> step_source.PartSpeed:
+def _seconds(part: str, step: Measured) -> float:
+    return next(row["ms"] for row in step.values["parts"] if row["part"] == part) / 1e3
+
+
+def _layer_passes(step: Measured) -> int:
+    return step.recipe.model.num_layers * step.values["step"]["micro_batches"]
+
+
+def _layer_pass_seconds(part: str, sources: Sequence[step_source.Source], records: Sequence[Measured]) -> float:
+    """Return the seconds of a part for each layer and micro-batch, beside a multiple of its roofline, of the two steps of
+    one commit that differ in the micro-batch; 0 without such steps.
+    """
+    rows = [
+        (step.commit, _layer_passes(step), _seconds(part, step), _seconds(part, step) * source.parts[part].share)
+        for source, step in zip(sources, records, strict=True)
+    ]
+    for (commit, passes, seconds, roofline), (other, more, slower, longer) in itertools.combinations(rows, 2):
+        if commit == other and passes != more and roofline:
+            return max(0.0, (slower * roofline - seconds * longer) / (more * roofline - passes * longer))
+    return 0.0
+
+
+def _speed(
+    part: str, sources: Sequence[step_source.Source], records: Sequence[Measured], layer_pass_seconds: float
+) -> step_source.PartSpeed:
     """Return the speed of a part with the least squares of its errors, as shares of the steps."""
     rows = [(source.parts[part], step) for source, step in zip(sources, records, strict=True)]
-    measured = [next(row["ms"] for row in step.values["parts"] if row["part"] == part) / 1e3 for _, step in rows]
-    steps = [step.seconds for _, step in rows]
     speed = replace(rows[0][0], forward=statistics.median(speed.forward for speed, _ in rows))
     if any(speed.share for speed, _ in rows):
-        used = [index for index, (speed, _) in enumerate(rows) if speed.share]
-        # seconds are a multiple of the roofline's
-        rooflines = [measured[index] * rows[index][0].share for index in used]
-        return replace(
-            speed, share=1 / _slope([measured[index] for index in used], rooflines, [steps[index] for index in used])
-        )
+        used = [(speed.share, step) for speed, step in rows if speed.share]
+        # beside those of its layers and micro-batches, seconds are a multiple of the roofline's
+        rooflines = [_seconds(part, step) * share for share, step in used]
+        measured = [_seconds(part, step) - layer_pass_seconds * _layer_passes(step) for _, step in used]
+        share = 1 / _slope(measured, rooflines, [step.seconds for _, step in used])
+        return replace(speed, share=share, layer_pass_seconds=layer_pass_seconds)
     return replace(speed, layer_token_seconds=statistics.median(speed.layer_token_seconds for speed, _ in rows))
 
 
@@ -295,7 +333,13 @@ def _slope(values: Sequence[float], sizes: Sequence[float], steps: Sequence[floa
 
 
 def _squares(records: Sequence[Measured], source: step_source.Source) -> float:
-    return sum((predicted(step, source)[0] / step.seconds - 1) ** 2 for step in records)
+    """Return the squares of the errors of the steps and of their kernels' time, in which no collective is exposed."""
+    squares = 0.0
+    for step in records:
+        result = _prediction(step, source)
+        kernels = sum(row["ms"] for row in result.parts if row["part"] != "gaps") / 1e3
+        squares += (kernels / _kernels(step.values) - 1) ** 2 + (result.seconds / step.seconds - 1) ** 2
+    return squares
 
 
 # Why a record misses its bound, by a part of its name and its commit, and the largest error that the reason excuses: the
@@ -307,10 +351,14 @@ REASONS = {
         "its 30 steps become faster, 1.529 to 1.480 s; the cause is not known",
     ),
     ("checkpoint_stall-2xh200", "f279e41"): (
-        0.06,
+        0.05,
         "its 36 steps become faster, 1.550 to 1.487 s; the cause is not known",
     ),
     ("checkpoint_stall-h200-memory", "4c1c65e"): (0.09, "two layers, so that the head is 80 % of the step"),
+    ("step40-h200-micro_batch_2", "7020e611"): (
+        MAX_EXCUSED,
+        "one record, of 4 sequences, does not show the time that each micro-batch takes whatever its tokens",
+    ),
     ("transformer_engine-h200 local_cudnn", "2780d3c"): (
         0.10,
         "ten layers: the head is 58 % of the step, and ran 4 % slower",
@@ -320,7 +368,6 @@ REASONS = {
         MAX_EXCUSED,
         "torch took FlashAttention-2, twice as slow as cuDNN's kernels",
     ),
-    ("verify-h200", "62afb08"): (0.04, "two steps of a short check, whose kernels ran 3 % faster"),
 }
 
 
@@ -431,12 +478,12 @@ def rounded(values):
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the fit and the page")
+    parser.add_argument(
+        "--write", action="store_true", help="write the fit; `python -m tools.docs` then writes the tables"
+    )
     options = parser.parse_args(argv)
     if options.write:
         step_source.FIT.write_text(json.dumps(rounded(fit(fit_records(measured_steps()))), indent=1) + "\n")
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}")
     else:
         print(tables())
 

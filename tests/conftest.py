@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The surroundings of every test, and fixtures that every test may use."""
 
+import copy
 import functools
 import gc
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -72,10 +74,15 @@ def pytest_collectstart() -> None:
 @functools.cache
 def compose_once(module: types.ModuleType) -> None:
     """Let Hydra, which takes 0.1 s a composition, compose the same words once a process. `compose` makes a new recipe
-    of its result each time. Words that name a folder of recipes or a path to expand are always composed.
+    of its result each time. Words that name a folder of recipes or a path to expand are always composed. Of other words
+    it reads each file of the package once, which halves their time.
     """
+    from hydra._internal.config_repository import ConfigRepository
+    from omegaconf import base
+
     compositions: dict[tuple[str, ...], object] = {}
-    hydras = module._composed
+    hydras, read = module._composed, ConfigRepository.load_config
+    files: dict[str, bytes] = {}
 
     def composed(overrides: list[str]):
         words = (*overrides,)
@@ -85,7 +92,17 @@ def compose_once(module: types.ModuleType) -> None:
             compositions[words] = hydras(overrides)
         return compositions[words]
 
-    module._composed = composed
+    def load_config(repository, config_path: str):
+        if any(source.scheme() == "file" for source in repository.sources):  # a folder of the user
+            return read(repository, config_path)
+        if config_path not in files:
+            files[config_path] = pickle.dumps(read(repository, config_path))
+        return pickle.loads(files[config_path])  # Hydra changes what it gets
+
+    module._composed, ConfigRepository.load_config = composed, load_config
+    # Of its copy Hydra replaces the list of sources alone.
+    ConfigRepository.__deepcopy__ = lambda repository, _: copy.copy(repository)
+    base.parse = functools.cache(base.parse)  # the trees of interpolations, which are read only
 
 
 def pytest_collection_finish() -> None:
@@ -97,6 +114,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest then collects garbage five times, in 2 s
+
+
 def pytest_unconfigure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["ZAYA_TESTS_HOME"], ignore_errors=True)
@@ -104,9 +125,11 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     rank = {folder: number for number, folder in enumerate(LONG)}
-    items.sort(key=lambda item: rank.get(item.path.relative_to(here).parts[0], len(rank)))
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("/")[2].partition("/")[0], len(rank)))
+    # Hypothesis would parse each module that is imported, in 1.4 s, and so draw other values in other orders of the tests.
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        providers._get_local_constants = providers.Constants
     seen: Counter = Counter()
     for item in items:
         if (mark := item.get_closest_marker("first_cases")) and not item.get_closest_marker("slow"):
@@ -129,7 +152,8 @@ def working_directory(tmp_path_factory) -> Iterator[Path]:
 def seeded(working_directory) -> Iterator[None]:
     """The same random numbers in every run and in every order of the tests; importing torch is left to those that need it."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(1234)
+        # torch.manual_seed keeps a formatted stack for each kind of device that is not there.
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(1234)
     yield
     assert os.listdir(working_directory) == [], "the test wrote into the working directory"
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 
+from benchmarks import prediction_errors
 from tools import evidence, first_day
 from tools.imports import PACKAGES, REPO, import_graph, room_of
 
@@ -462,6 +463,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "keys": keys,
     "resume": resume,
     "rules": rules,
+    "prediction_errors": prediction_errors.tables,
     "commands": commands,
     "checks": checks,
     "groups": groups,

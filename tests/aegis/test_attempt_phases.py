@@ -15,7 +15,8 @@ from zaya_plugin.aegis.diagnose.evidence import Evidence
 from zaya_plugin.aegis.journal import Journal
 from zaya_plugin.aegis.protocol import Begin, Decision, Diagnosis, Ended, Join, Stop, SurvivorsEnded
 from zaya_plugin.aegis.settings import is_train, resumed
-from zaya_plugin.commands.aegis_run import parser, settings_of
+from zaya_plugin.commands.aegis_run import run as parser
+from zaya_plugin.commands.aegis_run import settings_of
 
 
 def test_an_agent_that_was_killed_while_its_ranks_are_ended_gets_the_message_again(decider):

@@ -28,6 +28,7 @@ TRITON_ONLY = {"router_mlp", "grouped_product"}
 def mi300x_step(record: dict) -> dict:
     words = ["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"]
     words += ["parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"]  # as the record
+    words += ["stage.micro_batch_size=4"]
     return predict(compose(words), 8, source_of(record)).record()
 
 
@@ -144,7 +145,7 @@ def test_the_addition_of_rounded_gradients_would_be_above_it():
     """
     recipe = compose(["experiment=zaya1_base", "cluster=mi300x_8", "data.path=none", "stage.global_batch_size=128"])
     hidden, classes, micro_batches = recipe.model.hidden_size, 262_272, 4
-    tokens = recipe.stage.micro_batch_size * recipe.stage.seq_length
+    tokens = 4 * recipe.stage.seq_length  # as in the stored prediction
     chunks = micro_batches * -(-tokens // chunk_for(tokens, classes, 2))
     heads = recipe.model.num_attention_heads, 2 * recipe.model.num_query_groups  # keys; values have as many channels
     projections = recipe.model.num_layers * hidden * recipe.model.kv_channels * (2 * heads[0] + heads[1])

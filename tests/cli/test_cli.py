@@ -222,8 +222,8 @@ def test_a_command_that_runs_out_of_memory_says_so(monkeypatch, capsys):
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2^40 bytes"
         )
 
-    monkeypatch.setattr("zaya_plugin.commands.generate.run", command)
-    assert cli.main(["generate", "model"]) == 2
+    monkeypatch.setattr("zaya_plugin.commands.generate.find_model", command)
+    assert cli.main(["generate", "model", "--prompt", "x"]) == 2
     assert capsys.readouterr().err.startswith("zaya: memory: this command has run out of it: [enforce fail] Default")
 
 

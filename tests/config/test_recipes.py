@@ -42,6 +42,17 @@ PAIRS = [
 ]
 
 
+# A demo has fewer sequences in a step than a micro-batch of eight on each rank; on a device it runs with cluster=gpu.
+NOT_A_MULTIPLE = r"^stage.global_batch_size=\d+: is not a multiple of [^\n]+ Fix: stage.global_batch_size=\d+\.$"
+DOES_NOT_FIT = r"^parallel.recompute_granularity=auto: the step needs \d+\.\d GiB a device even with "
+REFUSED = {
+    (experiment, cluster): NOT_A_MULTIPLE
+    for experiment in ("cpu_demo_stage3", "finetune_demo")
+    for cluster in ("mi300x_8", "mi355x_8")
+} | {("zaya1_74b", "h100_8"): DOES_NOT_FIT}
+REFUSED["finetune_demo", "h100_8"] = DOES_NOT_FIT  # with ZAYA1-base's sizes, until handover.from_hf gives the model
+
+
 @pytest.mark.parametrize("experiment, cluster", PAIRS)
 def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, cluster):
     recipe = compose([f"experiment={experiment}", f"cluster={cluster}", "data.path=data/corpus"])
@@ -56,6 +67,10 @@ def test_every_experiment_composes_and_is_valid_on_every_cluster(experiment, clu
     elif recipe.handover.from_hf and recipe.cluster.num_nodes > 1:  # a batch of 1M tokens has no part for 1,024 devices
         with pytest.raises(ValueError, match=r"^stage.global_batch_size=\d+: is not a multiple of [^\n]+$"):
             validate(recipe, ranks)
+    elif (experiment, cluster) in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[experiment, cluster]):
+            validate(recipe, ranks)
+            settled(recipe, ranks)
     else:
         validate(recipe, ranks)
         chosen, _ = settled(recipe, ranks)  # a rank validates it with the values for `auto`

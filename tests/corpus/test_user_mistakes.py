@@ -192,6 +192,8 @@ def test_a_mistake_is_one_message_and_code_2(place, prepared, tmp_path, capfd, m
     typed = [word.format(**names).replace("@", " ") for word in typed.split(" ")]
     if typed[0] == "prepare" and "--tokenizer" not in typed:
         typed += BPE
+    elif typed[0] == "prepare":
+        typed += ("--workers", "1")  # without processes that import transformers
     if "data.blend" in words:
         typed = [*typed[:3], f"data.blend=['1 {place}/nowhere']"]
     before = sorted(tmp_path.rglob("*"))

@@ -9,8 +9,8 @@ from megatron.core.tokenizers import MegatronTokenizer
 
 from tests.checkpoint_files import pretend_checkpoint
 from zaya_plugin import cli
-from zaya_plugin.commands.data_warm import parser
-from zaya_plugin.commands.datasets import recipe_of
+from zaya_plugin.commands.data import recipe_of
+from zaya_plugin.commands.data import warm as parser
 from zaya_plugin.corpus import warm
 from zaya_plugin.data.dataset import build_gpt_datasets, build_stream
 from zaya_plugin.data.prepared import load_manifest, packed_loss_mask

@@ -18,8 +18,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
 # Made by tools/docs.py, by a test, by the fault lab or by the commands of a page, or compared with a file.
 GENERATED = re.compile(
-    r"<!-- (?:generated|recorded|primus|code|faults|prediction-errors|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->",
-    re.DOTALL,
+    r"<!-- (?:generated|recorded|primus|code|faults|emerging-optimizers)\b.*?<!-- (?:end of|/)[^>]*-->", re.DOTALL
 )
 
 

@@ -188,8 +188,8 @@ def _run_with_kills(ranks: Ranks, run_dir: Path, stages, words, kills: int, seed
         while True:
             moment = chance.choice(("starting", "running", "running", "saving"))
             kill = {
-                "starting": (0, chance.uniform(0, 1)),
-                "running": (chance.randrange(1, 5), chance.uniform(0, 0.1)),
+                "starting": ("zaya: parameters", chance.uniform(0, 0.5)),
+                "running": ("tok/s", chance.uniform(0, 0.1)),  # behind its first step
                 "saving": (str(run_dir / stage / "checkpoints"), chance.uniform(0, 0.1)),
             }[moment]
             code = ranks.run("curriculum", "--only", stage, *words, kill=kill if done.total() < share else None)

@@ -72,11 +72,15 @@ def parent_of(pid):
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.slow), "1"])
-def test_a_signal_to_one_rank_is_an_early_end(worker_program, tmp_path, rank):  # noqa: F811
-    """The other rank of the stand-in gets torchrun's own SIGTERM; the ranks of a real run agree."""
+@pytest.mark.slow  # of rank 1: test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not
+def test_a_signal_to_rank_0_is_an_early_end(worker_program, tmp_path):  # noqa: F811
     words, variables = worker_program
     running = start([*words, f"run_dir={tmp_path}/run"], variables, 6)
+    end_by_a_signal_to_one(running, "0")
+
+
+def end_by_a_signal_to_one(running, rank):
+    """The other rank of the stand-in gets torchrun's own SIGTERM; the ranks of a real run agree."""
     (pid,) = [pid for pid in descendants(running.pid) if rank_of(pid) == rank]
     os.kill(pid, signal.SIGTERM)
     _, stderr = running.communicate(timeout=SECONDS)
@@ -217,7 +221,7 @@ def test_a_whole_run_ends_early_and_says_where(corpus, tmp_path, killed):
 def test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not(worker_program, tmp_path):  # noqa: F811
     words, variables = worker_program
     words = [*words, f"run_dir={tmp_path}/run"]
-    running = start(words, variables, 4)
+    running = start(words, variables, 6)
     second = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=SECONDS)
     assert second.returncode == 2 and f"a run is writing there: process {running.pid} on" in second.stderr
     shared = [*words[:-1], f"run_dir={tmp_path}/run2", f"checkpoint.path={tmp_path}/run"]
@@ -226,9 +230,8 @@ def test_a_second_run_in_a_run_dir_is_refused_and_a_later_one_is_not(worker_prog
     outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "20001"}
     joined = subprocess.run(words, env={**variables, **outer}, capture_output=True, text=True, timeout=SECONDS)
     assert joined.returncode == 2 and "a run is writing there" in joined.stderr
-    running.send_signal(signal.SIGTERM)
-    running.communicate(timeout=SECONDS)
-    assert running.returncode == ENDED_EARLY and not list((tmp_path / "run").glob("run.lock.*"))
+    end_by_a_signal_to_one(running, "1")
+    assert not list((tmp_path / "run").glob("run.lock.*"))
 
 
 @pytest.mark.slow

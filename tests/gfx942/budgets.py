@@ -25,7 +25,7 @@ import tomllib
 from hip_ops.runtime.build import kernel_sources
 from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
 from tests.gfx942.emulator.decode import function_lines
-from tests.gfx942.toolchain import code_object, code_objects, shipped_object
+from tests.gfx942.toolchain import WITHOUT_KERNELS, shipped_object
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
@@ -101,17 +101,14 @@ def violations(found: Resources, row: dict, present: Counter) -> list[str]:
 
 
 def kernels_of(source: Path, target: str = "gfx942") -> dict[str, tuple[Resources, Counter]]:
-    """Every kernel of a .hip file."""
-    path = code_object(source) if target == "gfx942" else shipped_object(source, target)
+    """Every kernel of a .hip file, as it ships."""
+    path = shipped_object(source, target)
     return {name: (resources(path, name), opcodes(path, name)) for name in sorted(open_code_object(path).kernels)}
 
 
 def hip_kernels(target: str = "gfx942") -> dict[str, dict[str, tuple[Resources, Counter]]]:
     """Source name -> kernels, for all of hip_ops."""
-    sources = [source for source in kernel_sources() if source.stem != "abi"]  # which has none
-    if target == "gfx942":
-        code_objects(sources)
-    return {source.stem: kernels_of(source, target) for source in sources}
+    return {source.stem: kernels_of(source, target) for source in kernel_sources() if source.stem != WITHOUT_KERNELS}
 
 
 def all_kernels() -> dict[str, dict]:

@@ -165,7 +165,7 @@ def _of_gfx950(content: bytes) -> str:
     return "\n".join(lines) + "\n"
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _listing(path: str, changed: int, size: int) -> str:
     content = Path(path).read_bytes()
     return _of_gfx950(content) if hazards.architecture_of(content) == "gfx950" else _objdump(path)

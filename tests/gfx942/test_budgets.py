@@ -13,7 +13,16 @@ import pytest
 from hip_ops.runtime import hazards
 from hip_ops.runtime.build import kernel_sources
 from tests.gfx942 import budgets, wait_states
-from tests.gfx942.toolchain import TARGETS, code_objects, host_library, resource_remarks, shipped_object, source_path
+from tests.gfx942.toolchain import (
+    COMPILED,
+    TARGETS,
+    WITHOUT_KERNELS,
+    compiled_objects,
+    host_library,
+    resource_remarks,
+    shipped_object,
+    source_path,
+)
 from tests.hip_ops.kernel_files import kernel_source
 
 FOUND = budgets.Resources(
@@ -73,7 +82,7 @@ def test_no_object_lacks_wait_states(compiler):
     """Of hip_ops, by clang 19 and by the pinned Triton too. With one wait state more asked of wide stores many are
     reported, so the scan sees them.
     """
-    paths = code_objects(kernel_sources())
+    paths = compiled_objects(kernel_sources())
     if compiler == "triton":
         pytest.importorskip("triton")
         paths += {found.path for found in budgets.triton_objects().values()}
@@ -146,8 +155,8 @@ def test_wait_states_that_are_taken_away_are_detected(target):
     """
     found, rules = Counter(), Counter()
     sources = kernel_sources()
-    shipped = (shipped_object(source, target) for source in sources if source.stem != "abi")
-    for path in code_objects(sources) if target == "gfx942" else shipped:
+    shipped = (shipped_object(source, target) for source in sources if source.stem != WITHOUT_KERNELS)
+    for path in compiled_objects(sources) if target == "gfx942" else shipped:
         for code in wait_states.disassemble(path).values():
             for place in last_nops(code):
                 start = max(0, place - 24)
@@ -172,10 +181,6 @@ def test_wait_states_that_are_taken_away_are_detected(target):
     assert rules[hazards.WIDE_STORE.name] >= 40 and rules[wait_states.SOFT_CLAUSE] >= 40 and len(rules) >= 5, rules
 
 
-# Kernels whose number of waves is bounded by registers, by LDS and by neither.
-OCCUPANCY = ("cca_prologue_backward", "expert_sort", "muon")
-
-
 # tools.ship compiles all of them, and tests/hip_ops/test_shipped.py fails where it did not run after a change.
 @pytest.mark.parametrize(
     "source",
@@ -189,7 +194,11 @@ def test_host_side_compiles_and_links(source):
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(path.stem, marks=[] if path.stem in OCCUPANCY else pytest.mark.slow) for path in kernel_sources()],
+    [
+        pytest.param(path.stem, marks=[] if path.stem in COMPILED else pytest.mark.slow)
+        for path in kernel_sources()
+        if path.stem != WITHOUT_KERNELS
+    ],
 )
 def test_occupancy_agrees_with_the_compiler(source):
     remarks = resource_remarks(source)

@@ -10,8 +10,8 @@ Products are kept between sessions in $XDG_CACHE_HOME/hip_ops_gfx942 (default ~/
 of all headers that it could include, of the flags and of the compiler's version; they are written next to the target and
 renamed, so parallel sessions do not disturb each other. A missing tool skips the test, or fails it under CI=true.
 
-HIP_OPS_TEST_TARGET=gfx950 makes all tests of the emulator run gfx950's code instead of gfx942's. The code objects of
-hip_ops are then those of the shipped library as long as it has their sources, so that no compiler is needed.
+The code objects of hip_ops are those of the shipped library as long as it has their sources, so that the tests run what
+ships and need no compiler for it. HIP_OPS_TEST_TARGET=gfx950 makes all tests of the emulator run gfx950's code.
 """
 
 import functools
@@ -49,6 +49,9 @@ DEVICE_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "/opt/rocm/amdgc
 # what hipcc (the driver of ROCm 6.0.2 was read) adds to clang's command
 HIPCC_FLAGS = ("-mllvm", "-amdgpu-early-inline-all=true", "-mllvm", "-amdgpu-function-calls=false")
 KEEP_DAYS = 14
+# The sources that `make test` compiles: their number of waves is bounded by registers, by LDS and by neither.
+COMPILED = ("cca_prologue_backward", "expert_sort", "muon")
+WITHOUT_KERNELS = "abi"  # of hip_ops' sources the one with host code alone, of which the library has no code object
 
 
 class CompileError(RuntimeError):
@@ -246,7 +249,7 @@ def shipped_object(source: str | Path, target: str) -> Path:
     assert manifest["sources"] == sources_digest(), f"run `python -m tools.ship`: {target}'s library has other sources"
     product = cache_directory() / f"{source_path(source).stem}-{manifest['sha256'][:20]}.shipped.co"
     if not _kept(product):
-        names = [path.stem for path in kernel_sources() if path.stem != "abi"]  # which has no kernel
+        names = [path.stem for path in kernel_sources() if path.stem != WITHOUT_KERNELS]
         content = dict(zip(names, hazards.code_objects((folder / LIBRARY).read_bytes()), strict=True))
         with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
             output = Path(temporary) / product.name
@@ -259,9 +262,17 @@ _DEVICE_ONLY = ("--cuda-device-only", "--no-gpu-bundle-output", "-Rpass-analysis
 
 
 def code_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
-    """The ELF of a source for ARCH, as hipModuleLoad would take it."""
-    if ARCH != "gfx942" and not defines and PACKAGE in source_path(source).parents and _is_shipped(ARCH):
+    """The ELF of a source for ARCH, as hipModuleLoad would take it: the shipped library's while that has the sources and
+    the source has a kernel.
+    """
+    path = source_path(source)
+    if not defines and PACKAGE in path.parents and path.stem != WITHOUT_KERNELS and _is_shipped(ARCH):
         return shipped_object(source, ARCH)
+    return compiled_object(source, defines)
+
+
+def compiled_object(source: str | Path, defines: Iterable[str] = ()) -> Path:
+    """code_object() of a new compilation, with the compiler's remarks."""
     return _product(source, ".co", _DEVICE_ONLY, tuple(defines))
 
 
@@ -271,10 +282,10 @@ def _is_shipped(target: str) -> bool:
     return manifest.is_file() and json.loads(manifest.read_text())["sources"] == sources_digest()
 
 
-def code_objects(sources: Iterable[str | Path]) -> list[Path]:
+def compiled_objects(sources: Iterable[str | Path]) -> list[Path]:
     """Several sources at once, two compilers side by side."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(code_object, sources))
+        return list(pool.map(compiled_object, sources))
 
 
 def assembly(source: str | Path, defines: Iterable[str] = ()) -> Path:
@@ -305,32 +316,26 @@ def host_library(source: str | Path, defines: Iterable[str] = ()) -> Path:
 
 
 def assemble(text: str, name: str = "assembly", target: str = ARCH) -> Path:
-    """A code object from assembly: gfx942's by clang 19, gfx950's by the LLVM of the pinned Triton."""
+    """A code object from assembly, by the LLVM of the pinned Triton: within this process, since there are hundreds."""
+    pytest.importorskip("triton")
+    from triton._C.libtriton import amd, llvm
+
     text = text.replace('amdhsa--gfx942"', f'amdhsa--{target}"')
-    flags = ["--target=amdgcn-amd-amdhsa", f"-mcpu={target}", "-x", "assembler"]
-    digest = hashlib.sha256("\0".join([compiler_version(), *flags, text]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([metadata.version("triton"), target, text]).encode()).hexdigest()
     product = cache_directory() / f"{name}-{digest[:20]}.co"
     if not _kept(product):
-        require("ld.lld-19")
         with tempfile.TemporaryDirectory(dir=cache_directory()) as temporary:
-            source, output = Path(temporary) / "kernel.s", Path(temporary) / product.name
-            if target == "gfx942":
-                source.write_text(text)
-                run([require(COMPILER), *flags, "-fuse-ld=lld-19", str(source), "-o", str(output)])
-            else:
-                pytest.importorskip("triton")
-                from triton._C.libtriton import amd, llvm
-
-                llvm.init_targets()
-                source.write_bytes(amd.assemble_amdgcn(text, target, ""))
-                amd.link_hsaco(str(source), str(output))
+            source, output = Path(temporary) / "kernel.o", Path(temporary) / product.name
+            llvm.init_targets()
+            source.write_bytes(amd.assemble_amdgcn(text, target, ""))
+            amd.link_hsaco(str(source), str(output))
             output.rename(product)
     return product
 
 
 def resource_remarks(source: str | Path, defines: Iterable[str] = ()) -> dict[str, dict[str, int]]:
     """Kernel -> what clang's kernel-resource-usage remark says, e.g. {"VGPRs": 40, "Occupancy [waves/SIMD]": 8}."""
-    text = code_object(source, defines).with_suffix(".remarks").read_text()
+    text = compiled_object(source, defines).with_suffix(".remarks").read_text()
     kernels: dict[str, dict[str, int]] = {}
     current: dict[str, int] = {}
     for key, value in re.findall(r"remark:\s+([\w /\[\]]+): (\S+) \[-Rpass-analysis=kernel-resource-usage\]", text):

@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.nodeid.startswith("tests/gpu/"):
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"))
 

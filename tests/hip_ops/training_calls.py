@@ -22,7 +22,7 @@ class Sizes:
     """Of experiment=zaya1_base; tests/hip_ops/test_checked_variants.py compares them with the recipe."""
 
     seq_length: int = 4096
-    micro_batch_size: int = 4
+    micro_batch_size: int = 8
     hidden_size: int = 2048
     moe_ffn_hidden_size: int = 2048
     num_experts: int = 16

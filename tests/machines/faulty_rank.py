@@ -13,13 +13,6 @@ from zaya_plugin.machines import collective_rank
 FAULT, RANK = os.environ["ZAYA_TEST_FAULT"], int(sys.argv[3])
 
 
-def off_by_one(tensor: torch.Tensor, *positional, **named) -> None:
-    """Rank 0 gets another sum than rank 1 in the last element, as from a link that drops a packet."""
-    all_reduce(tensor, *positional, **named)
-    if RANK == 0 and tensor.numel() > 2:
-        tensor[-1] += 1
-
-
 def halves_swapped(tensor: torch.Tensor, *positional, **named) -> None:
     """Every sum is right, but rank 0 finds it in the other half, as from a chunk's wrong offset."""
     all_reduce(tensor, *positional, **named)
@@ -33,8 +26,6 @@ if FAULT == "hang" and RANK == 1:
 if FAULT == "abort" and RANK == 1:
     print("watchdog thread terminated with exception: operation not permitted on a capturing stream", flush=True)
     os.abort()
-if FAULT == "sum":
-    distributed.all_reduce = off_by_one
 if FAULT == "swap":
     distributed.all_reduce = halves_swapped
 sys.exit(collective_rank.main(sys.argv[1:]))

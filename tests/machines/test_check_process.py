@@ -138,11 +138,10 @@ def killed(words: list[str], number: int, up) -> tuple[int, list[str]]:
 
 
 SLOW = pytest.mark.slow
-SIGNALS = [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=SLOW)]
 
 
 @pytest.mark.first_cases(1)
-@pytest.mark.parametrize("number", [*SIGNALS, pytest.param(signal.SIGHUP, marks=SLOW)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
 def test_a_killed_command_leaves_no_process(tmp_path, number):
     """Ranks that hang in sessions of their own, below a launcher that has ended."""
     line, out = "tests.machines.faulty_checks:hangs_without_its_launcher", tmp_path / "v.json"
@@ -159,9 +158,14 @@ def test_a_killed_command_leaves_no_process(tmp_path, number):
 
 
 @SLOW
-@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize(
-    ("line", "rank"), [("zaya1_base", "step_rank"), ("demo_losses", "loss_rank"), ("all_reduce", "collective_rank")]
+    ("line", "rank", "number"),
+    [
+        ("zaya1_base", "step_rank", signal.SIGTERM),
+        ("zaya1_base", "step_rank", signal.SIGKILL),
+        ("demo_losses", "loss_rank", signal.SIGKILL),
+        ("all_reduce", "collective_rank", signal.SIGKILL),
+    ],
 )
 def test_the_ranks_of_a_check_end_with_a_killed_command(tmp_path, line, rank, number):
     words = [sys.executable, "-m", "zaya_plugin.cli", "verify", "--device", "cpu", "--only", line]

@@ -57,10 +57,9 @@ def test_kernels_and_host_changes_of_this_environment():
 
 def test_the_library_is_that_of_the_device(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launchers, "architecture", lambda device: "gfx950")
     monkeypatch.setattr(operator, "report", lambda name, check: [])
-    figures = installed.kernels(CPU_SETTING).figures
+    figures = installed.kernels(Setting("cuda", 1, "AMD Instinct MI355X", Path("unused"))).figures
     of_triton = f"kernels of triton: {objects_note('gfx950')}"
     assert figures["gfx950"] == [f"library of hip: {library_note('gfx950')}", of_triton] and "gfx942" not in figures
 

@@ -54,7 +54,7 @@ def test_the_figures_of_nodes_with_the_failing_ones_first():
 def test_the_command_writes_the_record_and_the_page(tmp_path, monkeypatch, capsys):
     pytest.importorskip("bokeh")
 
-    def examine(checks, command, device, storage, output, prints):
+    def examine(checks, command, device, storage, output):
         record = FACTS | {"machine": {}, "checks": [check("hazards", "pass", 1.0, HOSTILE)]}
         output.write_text(json.dumps(record))
         return record

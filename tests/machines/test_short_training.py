@@ -68,7 +68,7 @@ def test_the_guide_has_the_stored_losses_and_the_predictions():
     rows = [line.split("|") for line in (docs / "predictions.md").read_text().splitlines() if line.startswith("| ")]
     for start in ("8 MI300X", "1,024 MI300X"):
         row = [cell.strip() for cell in next(row for row in rows if row[1].strip().startswith(start))]
-        assert f"{row[4].split()[0]} ms, {row[5]} tokens/s a device, {row[7]} GiB" in guide, row
+        assert f"{row[3].split()[0]} ms, {row[4]} tokens/s a device, {row[6]} GiB" in guide, row
 
 
 def test_the_tokens_are_the_same_everywhere_and_there_is_something_to_learn():
@@ -121,7 +121,7 @@ def test_a_step_is_judged_by_its_losses_and_its_rate(losses, share, state):
 
 def test_a_step_that_fails_is_wrong(monkeypatch, tmp_path):
     failed = subprocess.CompletedProcess([], 1, "a traceback\nRuntimeError: out of memory\n")
-    monkeypatch.setattr(short_training, "bench", lambda words: failed)
+    monkeypatch.setattr(short_training.subprocess, "run", lambda command, **streams: failed)
     outcome = short_training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
     assert (outcome.state, outcome.reason) == (
         "wrong",
@@ -193,15 +193,16 @@ def test_a_learning_rate_that_diverges_is_detected(tmp_path, monkeypatch, lr, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kept", "share"), [("::2", 1 / 2), (":-(values.shape[-1] // 4)", 3 / 4)])
-def test_a_wrong_operator_is_detected(tmp_path, monkeypatch, kept, share):
-    """The ranks import a hip_ops whose loss leaves out a half or a quarter of the classes: it runs, and no shape shows
-    the fault.
+def test_a_wrong_operator_is_detected(tmp_path, monkeypatch):
+    """The ranks import a hip_ops whose loss leaves out a quarter of the classes: it runs, and no shape shows the
+    fault.
     """
     copied = shutil.copytree(ROOT / "hip_ops", tmp_path / "hip_ops", ignore=shutil.ignore_patterns("shipped"))
     file = copied / "ops" / "linear_cross_entropy" / "reference.py"
     text, count = re.subn(
-        r"(statistics\[part, 1, rows\] = .*)\.sum\(-1\)", rf"\1[..., {kept}].sum(-1)", file.read_text()
+        r"(statistics\[part, 1, rows\] = .*)\.sum\(-1\)",
+        r"\1[..., :-(values.shape[-1] // 4)].sum(-1)",
+        file.read_text(),
     )
     assert count == 2, "one pass and two passes over the logits"
     file.write_text(text)
@@ -209,4 +210,4 @@ def test_a_wrong_operator_is_detected(tmp_path, monkeypatch, kept, share):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     outcome = short_training.step(Setting("cpu", 0, "CPU x86_64", tmp_path))
     assert outcome.state == "wrong" and "from random tokens" in outcome.reason, outcome
-    assert all(loss == pytest.approx(math.log(512 * share), rel=0.04) for loss in outcome.figures["losses"]), outcome
+    assert all(loss == pytest.approx(math.log(512 * 3 / 4), rel=0.04) for loss in outcome.figures["losses"]), outcome

@@ -255,7 +255,7 @@ def main(kind: str, data: str, run_dir: str, *overrides: str) -> None:
     for module in ("torch._dynamo", "torch._inductor.compile_fx", "megatron.training.training"):
         importlib.import_module(module)
     bare = snapshot()
-    for module in ("pretrain", "guest", "stage_handover", "measured_steps", "explain"):
+    for module in ("pretrain", "guest", "stage_handover", "measured_steps", "optimizer_table"):
         importlib.import_module(f"zaya_plugin.hosts.{module}")
     imported = snapshot()
     found = {"import": changed(bare, imported)}

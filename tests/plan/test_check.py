@@ -18,7 +18,7 @@ from zaya_plugin.plan.prediction import predict
 from zaya_plugin.run.rank_plan import planned_ranks
 
 BY_NAME = {rule.name: rule for rule in RULES}
-SMALL_STEP = {"stage.global_batch_size": 32, "checkpoint.save_interval": 1000}
+SMALL_STEP = {"stage.global_batch_size": 64, "checkpoint.save_interval": 1000}
 FULL = {
     "parallel.recompute_granularity": "full",
     "parallel.recompute_method": "block",
@@ -26,12 +26,17 @@ FULL = {
 }
 # rule -> cluster, values with a finding, the change that it names, values that nearly have one
 CASES = {
-    "memory": ("mi300x_8", {"stage.micro_batch_size": 16}, "stage.micro_batch_size=8", {"stage.micro_batch_size": 8}),
+    "memory": (
+        "mi300x_8",
+        {"stage.micro_batch_size": 16},
+        "parallel.recompute_granularity=auto",
+        {"stage.micro_batch_size": 8},
+    ),
     "tight_memory": (
         "mi300x_8",
-        {"cluster.memory_gib": 101.0},
+        {"cluster.memory_gib": 138.0},
         "parallel.recompute_granularity=auto",
-        {"cluster.memory_gib": 102.0},
+        {"cluster.memory_gib": 139.0},
     ),
     "vocabulary": (
         "mi300x_8",
@@ -42,7 +47,7 @@ CASES = {
     "hidden_size": ("mi300x_8", {"model.hidden_size": 190}, "model.hidden_size=192", {"model.hidden_size": 192}),
     "moe_ffn_hidden_size": (
         "mi300x_8",
-        {"model.moe_ffn_hidden_size": 4000},
+        {"model.moe_ffn_hidden_size": 4000, "stage.micro_batch_size": 4},
         "model.moe_ffn_hidden_size=4032",
         {"model.moe_ffn_hidden_size": 4032},
     ),
@@ -63,7 +68,7 @@ CASES = {
         "mi300x_8",
         {"stage.micro_batch_size": 1},
         "stage.micro_batch_size=8",
-        {"stage.micro_batch_size": 2},  # 137 GFLOP, and more gain too little
+        {"stage.micro_batch_size": 4},
     ),
     "tiles": (
         "mi300x_8",
@@ -87,7 +92,7 @@ CASES = {
         "mi300x_128x8",
         {"parallel.num_distributed_optimizer_instances": 1},
         "parallel.num_distributed_optimizer_instances=8",
-        {"parallel.num_distributed_optimizer_instances": 4},
+        {"parallel.num_distributed_optimizer_instances": 8},
     ),
     "tensor_group": (
         "mi300x_8",
@@ -197,7 +202,7 @@ def test_an_effect_is_the_difference_of_two_predictions():
     share = 100 * (after.seconds / slow.seconds - 1)
     steps = [1e3 * after.seconds, 1e3 * slow.seconds, share, after.memory.total / 2**30, slow.memory.total / 2**30]
     assert numbers == [pytest.approx(number, abs=0.5) for number in steps]
-    assert share == pytest.approx(-14.7, abs=0.5)  # docs/predictions.md: what one bucket in 1,024 shards costs
+    assert share == pytest.approx(-16.2, abs=0.5)  # docs/predictions.md: what one bucket in 1,024 shards costs
     assert re.fullmatch(r"\d+ ms a step instead of \d+ \(-\S+%\), \S+ GiB instead of \S+", effect)
 
 
@@ -210,7 +215,7 @@ def test_the_interval_between_checkpoints_follows_from_cost_and_failures():
     lost = 0.05 / seconds + (seconds / 2 + 81.1) / failures
     effect = BY_NAME["save_interval"].finding(rare)["effect"]
     assert float(re.search(r"instead of ([0-9.]+)%", effect)[1]) == pytest.approx(100 * lost, abs=0.006)
-    assert lost == pytest.approx(0.0076, rel=0.03)
+    assert lost == pytest.approx(0.0070, rel=0.03)
 
 
 def test_a_step_that_does_not_fit_has_no_time():
@@ -259,7 +264,10 @@ def test_the_shipped_recipes_have_no_findings(cluster):
         if recipe.stage.global_batch_size < world:
             continue  # a short stage is not for 1,024 devices
         validate(recipe, world)
-        assert findings_of(step_of(recipe, world)) == [], experiment
+        found = [finding["change"] for finding in findings_of(step_of(recipe, world))]
+        # docs/plan.md: the stages at 32K have a micro-batch for all clusters, and MI355X takes more
+        long = cluster == "mi355x_8" and recipe.stage.seq_length == 32768
+        assert found == (["stage.micro_batch_size=4"] if long else []), experiment
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from zaya_plugin.commands import table
 from zaya_plugin.commands.plan import run as parser
 from zaya_plugin.config.compose import compose
 from zaya_plugin.plan import flops, prediction, recipe_plan, step_source
-from zaya_plugin.plan.products import CDNA3, PROCESSORS
+from zaya_plugin.plan.products import CDNA3, PROCESSORS, rates_of_parts
 from zaya_plugin.plan.step_work import work_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "step12-h100.json"
@@ -87,6 +87,28 @@ def test_four_micro_batches_are_four_times_one_and_the_optimizer_once(record, me
         assert found[part] == pytest.approx(4 * measured[part], rel=1e-9), part
     assert found["optimizer"] == pytest.approx(measured["optimizer"], rel=1e-12)
     assert measured["gradients"] < found["gradients"] < 4 * measured["gradients"]  # the buffers are zeroed once
+
+
+def test_a_micro_batch_takes_time_whatever_its_tokens():
+    """From the fit: the experts' weights and gradients are moved in each, an eighth of them with EP 8; a router has its
+    time for each layer, and an attention with a rate of its own none.
+    """
+    speed, found = step_source.fitted().parts, {}
+    weights = 40 * 16 * 3 * 2048 * 2048 * 12 / 4.33e12 / speed["experts"].weight_share  # seconds of a micro-batch
+    for size, ranks in ((8, 1), (4, 1), (8, 8)):
+        words = [f"stage.micro_batch_size={size}", f"parallel.expert_model_parallel_size={ranks}"]
+        step = prediction.predict(compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=128", *words]), 8)
+        found[size, ranks] = parts(step.record())
+        rate = (
+            600e12 * rates_of_parts("MI300X", step.shape, step.layout, step.batch)["experts"] * speed["experts"].share
+        )
+        products = 65_536 * 40 * 3 * 2 * 3 * 2048 * 2048 / rate
+        experts = products + 16 // size * weights / ranks
+        assert found[size, ranks]["experts"] == pytest.approx(1e3 * experts, rel=1e-6)
+    assert speed["experts"].weight_share == pytest.approx(0.914, abs=0.01)
+    eight, four = found[8, 1], found[4, 1]
+    assert four["router"] - eight["router"] == pytest.approx(1e3 * 80 * speed["router"].layer_pass_seconds, rel=1e-6)
+    assert four["attention"] == eight["attention"]
 
 
 def test_more_layers_and_ranks(record, measured):
@@ -180,15 +202,14 @@ def test_copies_of_a_record_are_no_kernels_that_slow_others_down():
 
 
 def test_other_rates_count_by_what_bounds_a_part(record):
-    found = predicted(record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32"]), 8)
+    words = [*ALIKE, "cluster=mi300x_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]
+    found = predicted(record, compose(words), 8)
     h100 = predicted(
         record, compose([*ALIKE, "cluster=h100_8", "stage.micro_batch_size=4", "stage.global_batch_size=32"]), 8
     )
     gemm = record["rates"]["gemm_tflops"] / 600
     copy = record["rates"]["copy_tb_per_s"] / 4.33
-    of_record = predicted(
-        record, compose([*ALIKE, "cluster=mi300x_8", "stage.global_batch_size=32", "machine.attention_tflops=null"]), 8
-    )
+    of_record = predicted(record, compose([*words, "machine.attention_tflops=null"]), 8)
     assert parts(of_record)["attention"] == pytest.approx(gemm * parts(h100)["attention"])
     # the machine's own rate, whatever attention the record ran
     row = next(row for row in found["parts"] if row["part"] == "attention")
@@ -240,13 +261,14 @@ def test_the_documents_give_what_is_predicted_for_mi300x():
     )
     all_nodes = step(1024, "mi300x_128x8")
     record = step_source.load(RECORD.parent / "step40-4xh200-copy_engines.json")
-    recomputed = "parallel.recompute_granularity=selective", "parallel.recompute_modules=[permute]"
-    source = step_source.source_of(record)
-    from_record, _ = step(8, "mi300x_8", "stage.global_batch_size=128", *recomputed, source=source)
-    assert f"the first row is {from_record} ms" in table
+    words = ["stage.global_batch_size=128", "stage.micro_batch_size=4", "parallel.recompute_granularity=selective"]
+    words = [*words, "parallel.recompute_modules=[permute]"]  # as the record
+    from_record, _ = step(8, "mi300x_8", *words, source=step_source.source_of(record))
+    same_words, _ = step(8, "mi300x_8", *words)
+    assert f"the first row is {from_record} ms; from the fit the same words are {same_words}" in " ".join(table.split())
     for ms, rate in (one, one_aiter, all_nodes, step(8, "mi355x_8", "stage.global_batch_size=128")):
         assert f"| {ms} " in table and f"| {rate} |" in table
-    assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device, 93.1 GiB planned with torch's attention" in guide
+    assert f"PREDICTION {one[0]} ms, {one[1]} tokens/s a device, 127.0 GiB planned with torch's attention" in guide
     assert f", {one_aiter[0]} ms with AITER's" in guide
     assert f"PREDICTION for 1,024 devices: {all_nodes[0]} ms, {all_nodes[1]} tokens/s" in guide
     assert machine("mi300x_8").attention_tflops == machine("mi300x_128x8").attention_tflops == 190

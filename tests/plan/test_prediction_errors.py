@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import prediction_errors as errors
-from tests.generated_table import check_table
 from zaya_plugin.plan import step_source
 
 
@@ -22,7 +21,7 @@ def test_every_record_is_within_its_bound_or_has_a_reason(steps, monkeypatch):
     result = errors.rows(steps, step_source.fitted())
     groups = {group: [row for row in result if row.group == group] for group in {row.group for row in result}}
     fitted, held_out = groups[errors.FITTED], groups[errors.SAME_DEVICES] + groups[errors.LEFT_OUT]
-    assert len(result) >= 55 and len(fitted) == 7 and len(held_out) >= 28, "all records"
+    assert len(result) >= 55 and len(fitted) == 9 and len(held_out) >= 29, "all records"
     assert not {row.step.record for row in fitted} & {row.step.record for row in held_out}
     assert {row.step.devices for row in fitted} == {1, 2} and {row.step.device for row in fitted} == {"NVIDIA H200"}
     others = {(row.step.devices, row.step.device) for row in groups[errors.LEFT_OUT]}
@@ -41,8 +40,10 @@ def test_every_record_is_within_its_bound_or_has_a_reason(steps, monkeypatch):
     monkeypatch.setattr(errors, "REASONS", wide)
     assert not any(row.is_excused for row in missed), "no ceiling above MAX_EXCUSED counts"
     monkeypatch.undo()
-    # three of these records were measured after the fit was made: +2.9, +3.0 and +3.7 %
-    assert max(abs(row.time_error) for row in groups[errors.LEFT_OUT]) < 0.038
+    assert max(abs(row.time_error) for row in groups[errors.LEFT_OUT]) < 0.025
+    # held out of three micro-batches: the one that the search must name
+    (eight,) = (row for row in held_out if row.step.record == errors.PREDICTED_STEP)
+    assert abs(eight.time_error) < 0.02 and abs(eight.memory_error) < 0.01
     assert max(abs(row.memory_error) for row in fitted + held_out if row.step.gib) < 0.03
     # the bounds fail when a part of the model is wrong
     fit = step_source.fitted()
@@ -51,10 +52,9 @@ def test_every_record_is_within_its_bound_or_has_a_reason(steps, monkeypatch):
     assert sum(row.misses for row in worse) > 15 > sum(row.misses for row in result)
 
 
-def test_the_fit_is_that_of_its_records_and_the_page_has_the_table(steps):
+def test_the_fit_is_that_of_its_records(steps):
     stored = json.loads(step_source.FIT.read_text())
     assert errors.rounded(errors.fit(errors.fit_records(steps), stored["slowed"])) == stored
-    check_table(errors.PAGE, errors.BEGIN, errors.END, errors.tables(), "tests/plan/test_prediction_errors.py")
 
 
 @pytest.mark.slow

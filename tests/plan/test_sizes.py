@@ -28,7 +28,7 @@ def test_odd_sizes_have_faster_ones_near_them(recipe):
         assert near == sorted(near, key=lambda row: -row["tflops"]) and len(near) <= sizes.SHOWN
     usual = {key: [row["value"] for row in near] for key, (_, *near) in sizes.faster_sizes(recipe, 8).items()}
     assert usual["model.moe_ffn_hidden_size"] == usual["model.make_vocab_size_divisible_by"] == []
-    assert usual["model.hidden_size"] == [2304, 2240, 2176]  # 9 x 256: whole rounds
+    assert usual["model.hidden_size"][0] == 2304  # 9 x 256: whole rounds
 
 
 def test_wider_experts_train_at_a_higher_rate_and_decode_more_slowly(recipe):

@@ -68,6 +68,8 @@ def test_gradients_are_added_where_they_are_made_or_in_a_pass():
     assert inside["experts"].bytes - plain["experts"].bytes == 1000 * 4 * (8 - 2), (
         "read and written in fp32, not written in bf16"
     )
+    # weights read twice, gradients read and written, in each of four micro-batches
+    assert inside["experts"].weights == 1000 * 4 * (2 * 2 + 2 * 4) and plain["experts"].weights == 0
     written = step_work(
         ZAYA1_BASE, 4096, replace(RANK, accumulated={"experts": 1000, "head": 10}, written=frozenset({"experts"}))
     )

@@ -50,6 +50,14 @@ def test_stages_take_over_from_each_other(tmp_path):
     )
 
 
+def test_each_stage_may_have_data_of_its_own():
+    stages = "pretrain_4k", "pretrain_4k_2", "midtrain_32k"
+    words = ["experiment=zaya1_base", "cluster=mi300x_8", *(f"{stage}:data.path=data/{stage}" for stage in stages)]
+    assert [stage.recipe.data.path for stage in compose_curriculum(words).stages] == [f"data/{one}" for one in stages]
+    with pytest.raises(ValueError, match="data.path: has no value"):
+        compose_curriculum(words[:-1])
+
+
 def test_all_stages_have_the_model_of_published_weights(tmp_path):
     """The first stage starts from them, with their RoPE base; the others from the stage before, with their own."""
     model = replace(TINY, num_layers=3, rotary_base=777)

@@ -14,8 +14,6 @@ the moment is shared equally among the parts that compute at once; while only co
 communication; while nothing runs, idle.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable

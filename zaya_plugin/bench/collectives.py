@@ -8,8 +8,6 @@ other on a device's stream, as in rccl-tests. Then come Primus' columns: bytes o
 slowest rank's time of each call, eff_gbps of bytes and p50_ms. No torch import at the top.
 """
 
-from __future__ import annotations
-
 import socket
 import statistics
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of a rank of `zaya bench collectives` (zaya_plugin.bench.rank), and its tables."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -3,8 +3,6 @@
 training, without a model.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

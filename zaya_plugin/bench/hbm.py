@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya bench hbm`: bandwidth of a device's memory by size of the arrays."""
 
-from __future__ import annotations
-
 import itertools
 
 from zaya_plugin.bench.probes import STREAM, stream

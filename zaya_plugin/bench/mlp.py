@@ -6,8 +6,6 @@ No public text gives the sizes of that workload. The defaults make every product
 MLPs have no activation: it would measure memory.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

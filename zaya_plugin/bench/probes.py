@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures rates of matrix products and copies, for `zaya bench` and `zaya verify`."""
 
-from __future__ import annotations
-
 import statistics
 import timeit
 from collections.abc import Callable

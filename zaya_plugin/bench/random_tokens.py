@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random tokens in place of a corpus; every token of the vocabulary is equally likely."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

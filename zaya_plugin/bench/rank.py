@@ -7,8 +7,6 @@
 and writes the results; what it returns is the rank's exit code. TRAINS of the module: whether the recipe is validated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -7,8 +7,6 @@ one. Every rank counts the steps; rank 0 traces. If the step is a replayed graph
 host, the last step before its capture is traced too, to learn the part of each kernel.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable

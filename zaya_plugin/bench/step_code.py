@@ -6,8 +6,6 @@ at the site, or a library of the container.
 doctor` prints it, because records are not in the package.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ The ranges exist only while a step is traced: methods of the model's modules are
 torch.profiler.record_function and unwrapped again. Training itself has no ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work of a rank of `zaya bench step` (zaya_plugin.bench.rank)."""
 
-from __future__ import annotations
-
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable

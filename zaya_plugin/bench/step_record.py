@@ -7,8 +7,6 @@ of a matrix product over its own time, `copy_share` the same of its least bytes 
 without a profiler: the part of their time that the traced step's computation does not fill.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from dataclasses import asdict

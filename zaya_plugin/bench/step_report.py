@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats a record of zaya_plugin.bench.step_record: a table for the terminal, and a picture of the parts."""
 
-from __future__ import annotations
-
 from zaya_plugin.bench.results import Column, table
 from zaya_plugin.pictures.content import Bars, Page, Panel
 

@@ -7,8 +7,6 @@ file's pages are dropped from this machine's page cache (posix_fadvise); the cac
 drive stay, so a rate of reads is an upper bound for cold data.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

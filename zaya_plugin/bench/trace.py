@@ -4,8 +4,6 @@
 The input are plain dictionaries, so tests can write traces by hand. Times are microseconds of the trace's clock.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

@@ -12,8 +12,6 @@ runs one stage in a process of its own, because the libraries read their variabl
 those that TunableOp has recorded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

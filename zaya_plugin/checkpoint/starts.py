@@ -20,7 +20,6 @@ import xxhash
 
 from zaya_plugin.checkpoint import places
 from zaya_plugin.checkpoint.places import Place, at, exists
-from zaya_plugin.config.compose import to_yaml
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.ground.metrics_file import last_rows
 
@@ -126,6 +125,8 @@ def history(directory: Place | Path, step: int, recipe: str | None, run_dir: Pat
 
 def checksum(recipe: Recipe) -> str:
     """Return a checksum of a recipe's values."""
+    from zaya_plugin.config.compose import to_yaml  # Hydra would be half of the start of a checkpoint's writer
+
     return xxhash.xxh3_64_hexdigest(to_yaml(replace(recipe, resume="auto")).encode())
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya aegis run`: parse the command line and start this node's agent."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -20,8 +18,8 @@ from zaya_plugin.aegis.keeper import become_keeper, listen
 from zaya_plugin.aegis.protocol import Begin
 from zaya_plugin.aegis.settings import Settings, is_train, only, words_of
 from zaya_plugin.commands import curriculum, train
-from zaya_plugin.commands.parser import Parser, option
-from zaya_plugin.config.run_directory import check_creatable
+from zaya_plugin.commands.parser import command, option
+from zaya_plugin.config.run_directory import check_creatable, checkpoint_path
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import (
     DAY,
@@ -33,99 +31,7 @@ from zaya_plugin.ground.option_numbers import (
 )
 from zaya_plugin.run.rank_plan import first_host, port, whole_variable
 
-DESCRIPTION = """\
-Starts COMMAND on this node and keeps it running: it watches the ranks, names the cause of a failure, and starts them
-again from the last checkpoint, on another node where the node is the cause. It stops when a restart cannot help, and
-says why. Type the same command on every node, spares too."""
-EXAMPLES = """\
-examples:
-  zaya aegis run -- zaya train experiment=cpu_demo                      one machine
-  zaya aegis run --dry-run -- zaya train experiment=cpu_demo            what would be started
-  srun --ntasks-per-node=1 --kill-on-bad-exit=0 \\
-      zaya aegis run --spares 2 -- zaya train experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web
-                                              in an allocation of 130 nodes: 128 train, 2 wait to take over
-  srun ... zaya aegis run -- zaya curriculum --only pretrain_4k experiment=zaya1_base ...    one stage of a curriculum
-  zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
-  zaya aegis run --ranks-per-node 8 --output runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
-
-`zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
-batch system's SIGUSR1, SIGUSR2, SIGXCPU) makes the ranks save and leave; the same signal again ends them at once.
-
-Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the first
-rank that failed, or 128 + signal."""
 KERNEL_LOG = Path("/dev/kmsg")  # missing in many containers, which is reported and no mistake
-
-
-def parser() -> Parser:
-    return Parser(
-        "aegis run",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        option(
-            "--nodes",
-            type=whole_number(1, MOST_RANKS),
-            metavar="N",
-            help="nodes that train (default: those of the SLURM job less --spares, or 1)",
-        ),
-        option(
-            "--spares",
-            type=whole_number(0, MOST_RANKS),
-            default=0,
-            metavar="K",
-            help="further nodes that wait to take over (default: 0)",
-        ),
-        option(
-            "--min-nodes",
-            type=whole_number(1, MOST_RANKS),
-            metavar="N",
-            help="least number of nodes to train with when no spare is left (default: --nodes)",
-        ),
-        option(
-            "--ranks-per-node",
-            type=whole_number(1, MOST_RANKS_OF_A_MACHINE),
-            metavar="N",
-            help="default: nproc= or cluster.gpus_per_node of the recipe",
-        ),
-        option(
-            "--start",
-            choices=("rank", "node"),
-            help="start COMMAND once for each rank (default for `zaya train`, `zaya curriculum --only`) or node",
-        ),
-        option("--decider", metavar="HOST:PORT", help="node of the decider (default: the first one of the SLURM job)"),
-        option("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)"),
-        option("--output", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)"),
-        option("--kernel-log", type=Path, default=KERNEL_LOG, metavar="FILE", help="default: /dev/kmsg"),
-        option("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)"),
-        option("--exclude", default="", metavar="A,B", help="nodes that are not to be used"),
-        option(
-            "--grace",
-            type=real_number(0, DAY),
-            default=10.0,
-            metavar="S",
-            help="seconds for healthy ranks to save (default: 10)",
-        ),
-        option(
-            "--restarts",
-            type=whole_number(0, MOST_STEPS),
-            default=10,
-            metavar="N",
-            help="failures in a row without a new step (default: 10)",
-        ),
-        option(
-            "--rules",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="more classes of failures, as rules.yaml has them",
-        ),
-        option(
-            "--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input"
-        ),
-        option("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left"),
-        option("--dry-run", action="store_true", help="print what would be started, and stop"),
-        behind_dashes="COMMAND",
-    )
 
 
 def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
@@ -160,8 +66,12 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if not 1 <= least <= options.nodes:
         raise mistake("--min-nodes", least, problem="is out of range", allowed=f"1 to --nodes={options.nodes}")
     if in_job and options.nodes + options.spares > in_job:
-        problem = f"with --spares={options.spares} more nodes than the SLURM job has"
-        raise mistake("--nodes", options.nodes, problem=problem, allowed=f"{in_job} nodes together")
+        raise mistake(
+            "--nodes",
+            options.nodes,
+            problem=f"with --spares={options.spares} more nodes than the SLURM job has",
+            allowed=f"{in_job} nodes together",
+        )
     if options.requeue and not environ.get("SLURM_JOB_ID"):
         raise mistake("--requeue", problem="no SLURM job", allowed="inside of a job that SLURM may start again")
     from zaya_plugin.run.surroundings import device_count
@@ -172,23 +82,24 @@ def settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     if ranks is None:
         ranks = device_count()
     if not ranks:
-        problem = "this machine has no accelerator; give the number of ranks"
-        raise mistake("--ranks-per-node", problem=problem, allowed="1 or more", fix="--ranks-per-node 8")
-    sizes, group = tuple(range(options.nodes, least - 1, -1)), 1
+        raise mistake(
+            "--ranks-per-node",
+            problem="this machine has no accelerator; give the number of ranks",
+            allowed="1 or more",
+            fix="--ranks-per-node 8",
+        )
+    sizes, group, checkpoints = tuple(range(options.nodes, least - 1, -1)), 1, None
     if recipe is not None:
+        checkpoints = checkpoint_path(recipe).absolute()
         sizes = _sizes(recipe, options.nodes, least, ranks)
         shape = recipe.parallel
         copy = shape.tensor_model_parallel_size * shape.context_parallel_size * shape.pipeline_model_parallel_size
         group = max(1, copy // ranks)
     if options.output is None and recipe is None:
-        fix = "--output runs/mine/aegis"
-        raise mistake("--output", problem="is required for a command other than `zaya train`", fix=fix)
+        raise mistake(
+            "--output", problem="is required for a command other than `zaya train`", fix="--output runs/mine/aegis"
+        )
     folder = Path(options.output or Path(recipe.run_dir) / "aegis").absolute()
-    checkpoints = None
-    if recipe is not None:
-        from zaya_plugin.config.run_directory import checkpoint_path
-
-        checkpoints = checkpoint_path(recipe).absolute()
     check_creatable(folder, "--output")
     _check_is_of_stage(folder, command)
     host, number = _decider(options, environ)
@@ -235,16 +146,22 @@ def _recipe(command: Sequence[str]):
     from zaya_plugin.run.stages import compose_curriculum
 
     if (words := words_of(command, "train")) is not None:
-        options = train.parser().read(words)
+        options = train.train().read(words)
         if options.multirun:
-            problem = "several runs cannot be supervised by one command"
-            raise mistake("--multirun", problem=problem, fix="one `zaya aegis run` for each run")
+            raise mistake(
+                "--multirun",
+                problem="several runs cannot be supervised by one command",
+                fix="one `zaya aegis run` for each run",
+            )
         for name in ("cfg", "info", "hydra_help"):
             if getattr(options, name):
-                fix = "the same `zaya train` without `zaya aegis run`"
-                raise mistake(f"--{name.replace('_', '-')}", problem="prints, and trains nothing", fix=fix)
+                raise mistake(
+                    f"--{name.replace('_', '-')}",
+                    problem="prints, and trains nothing",
+                    fix="the same `zaya train` without `zaya aegis run`",
+                )
         return compose(options.overrides)
-    options = curriculum.parser().read(words_of(command, "curriculum"))
+    options = curriculum.curriculum().read(words_of(command, "curriculum"))
     stages = {stage.name: stage.recipe for stage in compose_curriculum(options.overrides).stages}
     if options.only not in stages:
         raise mistake("--only", options.only, problem="no such stage", allowed=", ".join(stages))
@@ -294,15 +211,24 @@ def _decider(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[s
             or not re.fullmatch("[0-9]{1,5}", number)
             or not 0 < int(number) < 65536
         ):
-            problem, allowed = "not an address", "HOST:PORT, with a port from 1 to 65535"
-            raise mistake("--decider", options.decider, problem=problem, allowed=allowed, fix="--decider n1:29400")
+            raise mistake(
+                "--decider",
+                options.decider,
+                problem="not an address",
+                allowed="HOST:PORT, with a port from 1 to 65535",
+                fix="--decider n1:29400",
+            )
         return host.strip("[]"), int(number)
     hosts = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if options.nodes + options.spares == 1:
         return "127.0.0.1", 0
     if not hosts:
-        problem = "is required for more than one node outside of SLURM"
-        raise mistake("--decider", problem=problem, allowed="HOST:PORT of one of the nodes", fix="--decider n1:29400")
+        raise mistake(
+            "--decider",
+            problem="is required for more than one node outside of SLURM",
+            allowed="HOST:PORT of one of the nodes",
+            fix="--decider n1:29400",
+        )
     return first_host(hosts), port(environ.get("SLURM_JOB_ID", "0"))
 
 
@@ -328,8 +254,87 @@ def describe(settings: Settings) -> str:
     )
 
 
+@command(
+    "aegis run",
+    option(
+        "--nodes",
+        type=whole_number(1, MOST_RANKS),
+        metavar="N",
+        help="nodes that train (default: those of the SLURM job less --spares, or 1)",
+    ),
+    option(
+        "--spares",
+        type=whole_number(0, MOST_RANKS),
+        default=0,
+        metavar="K",
+        help="further nodes that wait to take over (default: 0)",
+    ),
+    option(
+        "--min-nodes",
+        type=whole_number(1, MOST_RANKS),
+        metavar="N",
+        help="least number of nodes to train with when no spare is left (default: --nodes)",
+    ),
+    option(
+        "--ranks-per-node",
+        type=whole_number(1, MOST_RANKS_OF_A_MACHINE),
+        metavar="N",
+        help="default: nproc= or cluster.gpus_per_node of the recipe",
+    ),
+    option(
+        "--start",
+        choices=("rank", "node"),
+        help="start COMMAND once for each rank (default for `zaya train`, `zaya curriculum --only`) or node",
+    ),
+    option("--decider", metavar="HOST:PORT", help="node of the decider (default: the first one of the SLURM job)"),
+    option("--node", metavar="NAME", help="name of this node (default: SLURM's, or the host's)"),
+    option("--output", metavar="DIR", help="journal and logs, on a shared file system (default: <run_dir>/aegis)"),
+    option("--kernel-log", type=Path, default=KERNEL_LOG, metavar="FILE", help="default: /dev/kmsg"),
+    option("--links", default="", metavar="A,B", help="network interfaces to watch (default: all of a device)"),
+    option("--exclude", default="", metavar="A,B", help="nodes that are not to be used"),
+    option(
+        "--grace",
+        type=real_number(0, DAY),
+        default=10.0,
+        metavar="S",
+        help="seconds for healthy ranks to save (default: 10)",
+    ),
+    option(
+        "--restarts",
+        type=whole_number(0, MOST_STEPS),
+        default=10,
+        metavar="N",
+        help="failures in a row without a new step (default: 10)",
+    ),
+    option(
+        "--rules", action="append", default=[], metavar="FILE", help="more classes of failures, as rules.yaml has them"
+    ),
+    option("--hook", default="", metavar="COMMAND", help="a program of yours for alerts; it reads JSON from its input"),
+    option("--requeue", action="store_true", help="give the job back to SLURM when too few nodes are left"),
+    option("--dry-run", action="store_true", help="print what would be started, and stop"),
+    behind_dashes="COMMAND",
+)
 def run(options: argparse.Namespace) -> int:
-    """Start this node's agent, and the decider on its node; return the exit code of the run."""
+    """Starts COMMAND on this node and keeps it running: it watches the ranks, names the cause of a failure, and starts
+    them again from the last checkpoint, on another node where the node is the cause. It stops when a restart cannot
+    help, and says why. Type the same command on every node, spares too.
+
+    examples:
+      zaya aegis run -- zaya train experiment=cpu_demo                      one machine
+      zaya aegis run --dry-run -- zaya train experiment=cpu_demo            what would be started
+      srun --ntasks-per-node=1 --kill-on-bad-exit=0 \\
+          zaya aegis run --spares 2 -- zaya train experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web
+                                                  in an allocation of 130 nodes: 128 train, 2 wait to take over
+      srun ... zaya aegis run -- zaya curriculum --only pretrain_4k experiment=zaya1_base ...    one stage of a curriculum
+      zaya aegis run --nodes 4 --decider n1:29400 -- zaya train ...         without SLURM: on n1 and on each other node
+      zaya aegis run --ranks-per-node 8 --output runs/x/aegis -- primus-cli direct -- train pretrain --config x.yaml
+
+    `zaya aegis status DIR` shows the run, `zaya aegis report DIR` sums it up. A SIGTERM (or Ctrl-C, or a
+    batch system's SIGUSR1, SIGUSR2, SIGXCPU) makes the ranks save and leave; the same signal again ends them at once.
+
+    Exit codes: 0 done, 2 a mistake on the command line, 75 the run was asked to end and has saved, else that of the
+    first rank that failed, or 128 + signal.
+    """
     settings = settings_of(options, os.environ)
     if options.dry_run:
         print(describe(settings))

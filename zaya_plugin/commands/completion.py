@@ -25,8 +25,9 @@ def completion(shell: str = "bash", *more: str) -> str:
     import shtab
 
     if more or shell not in shtab.SUPPORTED_SHELLS:
-        allowed = ", ".join(shtab.SUPPORTED_SHELLS)
-        raise mistake("--completion", " ".join((shell, *more)), problem="not a shell", allowed=allowed)
+        raise mistake(
+            "--completion", " ".join((shell, *more)), problem="not a shell", allowed=", ".join(shtab.SUPPORTED_SHELLS)
+        )
     words = [f"{group}={name}" for group in GROUPS for name in options(group)] + [f"{key}=" for key in schema()]
     root = argparse.ArgumentParser("zaya")
     root.add_argument("--version", action="store_true", help="print the version")

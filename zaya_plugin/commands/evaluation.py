@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya eval`: tasks and suites of lm-evaluation-harness, and perplexity by domain. Loads torch only when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util
@@ -13,82 +11,71 @@ from pathlib import Path
 
 from zaya_plugin import __version__
 from zaya_plugin.commands.evaluation_suite import RUNS_CODE, read_suite, run_suite, suite_table
-from zaya_plugin.commands.generate import MODEL, ROUTED, SOURCES
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.generate import MODEL, ROUTED
+from zaya_plugin.commands.parser import command, option
 from zaya_plugin.commands.process import prepare_torch
+from zaya_plugin.data.prepared import locate
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_AMOUNT, whole_number
 from zaya_plugin.ground.whole_file import check_folder, write_whole
 from zaya_plugin.inference.opening import Opened, find_model, open_model
 
-DESCRIPTION = f"""\
-Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to published
-figures, --data computes the perplexity of prepared datasets.
 
-{SOURCES}
+@command(
+    "eval",
+    *MODEL,
+    option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
+    option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
+    option(
+        "--tasks-dir",
+        metavar="DIR",
+        help="a folder with local copies of the suite's tasks; without it they are those of lm_eval, from the Hub",
+    ),
+    option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
+    option(
+        "--num-fewshot",
+        type=whole_number(0, 1000),
+        metavar="N",
+        help="examples before each question; default: the task's",
+    ),
+    option("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe"),
+    option(
+        "--limit",
+        type=whole_number(1, MOST_AMOUNT),
+        metavar="N",
+        help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
+    ),
+    ROUTED,
+    option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
+    option(
+        "--output", type=Path, metavar="FILE", help="write the results as JSON; default for --suite: SUITE-MODEL.json"
+    ),
+    option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
+    imports_large_packages=True,
+)
+def evaluate(options: argparse.Namespace) -> None:
+    """Measures a model: --tasks runs tasks of lm-evaluation-harness, --suite benchmarks of the ZAYA1 reports next to
+    published figures, --data computes the perplexity of prepared datasets.
 
---tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
-.yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
+    --tasks requires the package lm_eval (pip install 'zaya_plugin[eval]'). A task is a name of that package, or of a
+    .yaml file in the folder --include. Tasks on the Hugging Face Hub download their data.
 
---suite writes its results to --output after each task; the same command continues with the tasks that are left.
+    --suite writes its results to --output after each task; the same command continues with the tasks that are left.
 
---data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one after
-another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the validation data of
-the run's recipe.yaml, by domain."""
-EXAMPLES = """\
-examples:
-  zaya eval runs/mine --data                                       the run's validation data
-  zaya eval exports/mine --data data/web data/code --output perplexity.json
-  zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
-  zaya eval exports/mine --suite zaya1 --tasks-dir my/copies --limit 100
-  zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
+    --data reads each dataset's held-out part (all of it without one) in sequences of the run's length, documents one
+    after another, or as the run packed them; of chats the tokens of answers count. Without a path it reads the
+    validation data of the run's recipe.yaml, by domain.
 
-Exit codes: 0, 2 a mistake on the command line or in the files."""
+    examples:
+      zaya eval runs/mine --data                                       the run's validation data
+      zaya eval exports/mine --data data/web data/code --output perplexity.json
+      zaya eval runs/mine --tasks my_task --include my/tasks --limit 100
+      zaya eval exports/mine --suite zaya1 --tasks-dir my/copies --limit 100
+      zaya eval Zyphra/ZAYA1-base --tasks hellaswag,arc_easy --batch-size 16 --wandb zaya-evals
 
-
-def parser() -> Parser:
-    return Parser(
-        "eval",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        *MODEL,
-        option("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness"),
-        option("--suite", metavar="NAME", help="benchmarks next to published figures: zaya1"),
-        option(
-            "--tasks-dir",
-            metavar="DIR",
-            help="a folder with local copies of the suite's tasks; without it they are those of lm_eval, from the Hub",
-        ),
-        option("--include", metavar="DIR", help="a folder with further tasks' .yaml files"),
-        option(
-            "--num-fewshot",
-            type=whole_number(0, 1000),
-            metavar="N",
-            help="examples before each question; default: the task's",
-        ),
-        option("--data", nargs="*", metavar="PATH", help="prepared datasets; without one those of the recipe"),
-        option(
-            "--limit",
-            type=whole_number(1, MOST_AMOUNT),
-            metavar="N",
-            help="sequences of a dataset at most, spread evenly over it; the first documents of a task",
-        ),
-        ROUTED,
-        option("--batch-size", type=whole_number(1, 65_536), default=8, help="sequences computed at once; default: 8"),
-        option(
-            "--output",
-            type=Path,
-            metavar="FILE",
-            help="write the results as JSON; default for --suite: SUITE-MODEL.json",
-        ),
-        option("--wandb", metavar="PROJECT", help="log the results to a new run of this W&B project"),
-        imports_large_packages=True,
-    )
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the results, and write and log them; raises ValueError for a user's mistake."""
+    Exit codes: 0, 2 a mistake on the command line or in the files.
+    """
     if options.tasks is None and options.data is None and options.suite is None:
         raise mistake(
             "zaya eval",
@@ -100,15 +87,19 @@ def run(options: argparse.Namespace) -> None:
             key = f"--{name.replace('_', '-')}"
             raise mistake(key, value, problem=f"requires --{needed}", fix=f"leave {key} out")
     if options.suite is not None and (options.tasks is not None or options.data is not None):
-        problem = "is evaluated alone, without --tasks and --data"
         raise mistake(
-            "--suite", options.suite, problem=problem, fix=f"zaya eval {options.model} --suite {options.suite}"
+            "--suite",
+            options.suite,
+            problem="is evaluated alone, without --tasks and --data",
+            fix=f"zaya eval {options.model} --suite {options.suite}",
         )
     check_folder(options.output, "--output")
     if options.suite is not None and options.output is not None and options.output.suffix != ".json":
-        problem = "must end in .json: the table is written to a .txt of the same name"
         raise mistake(
-            "--output", options.output, problem=problem, fix=f"--output {options.output.with_suffix('.json')}"
+            "--output",
+            options.output,
+            problem="must end in .json: the table is written to a .txt of the same name",
+            fix=f"--output {options.output.with_suffix('.json')}",
         )
     for key, folder in (("--include", options.include), ("--tasks-dir", options.tasks_dir)):
         if folder is not None and not Path(folder).is_dir():
@@ -125,8 +116,7 @@ def run(options: argparse.Namespace) -> None:
         )
     paths = {} if options.data is None else _datasets(options)
     if options.routed_experts is not None and (options.tasks is not None or len(paths) != 1):
-        fix = "--data PATH alone"
-        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix=fix)
+        raise mistake("--routed-experts", options.routed_experts, problem="is of one dataset", fix="--data PATH alone")
     model = find_model(options)
     prepare_torch()
     opened = open_model(options, model, needs_tokenizer=runs_tasks)
@@ -146,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
         from zaya_plugin.inference.perplexity import perplexity
 
         results[name] = perplexity(opened, name, path, options.batch_size, options.limit, options.routed_experts)
-    print("\n".join(table(results)))
+    print(table(results))
     record = {"model": opened.name, "step": opened.step, "zaya_plugin": __version__, "results": results}
     if options.output is not None:
         try:
@@ -192,7 +182,6 @@ def _run_suite(options: argparse.Namespace, suite: dict, opened: Opened) -> None
 def _datasets(options: argparse.Namespace) -> dict[str, str]:
     """Return the datasets of --data by name."""
     from zaya_plugin.data.blend import domain_names
-    from zaya_plugin.data.prepared import locate
 
     paths = options.data or _of_recipe(Path(options.model))
     for path in paths:
@@ -207,7 +196,6 @@ def _of_recipe(start: Path) -> list[str]:
     from zaya_plugin.config.compose import load_recipe
     from zaya_plugin.config.entries import parse_blend
     from zaya_plugin.config.run_directory import RECIPE
-    from zaya_plugin.data.prepared import locate
 
     file = next(
         (folder / RECIPE for folder in (start, *start.absolute().parents[:2]) if (folder / RECIPE).is_file()), None
@@ -226,21 +214,19 @@ def _of_recipe(start: Path) -> list[str]:
     return held_out
 
 
-def table(results: dict[str, dict[str, float]]) -> list[str]:
-    """Return the lines to print: a figure a line."""
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Return the text to print: a figure a line, with its standard error."""
     rows = [
-        (name, key, value, values.get(f"{key}_stderr"))
+        (name, key, f"{value:,}" if isinstance(value, int) else f"{value:.4f}", _error(values.get(f"{key}_stderr")))
         for name, values in results.items()
         for key, value in values.items()
+        if not key.endswith("_stderr")
     ]
-    rows = [row for row in rows if not row[1].endswith("_stderr")]
-    width, wide = (max([len(row[place]) for row in rows], default=0) for place in (0, 1))
-    return [
-        f"{name:{width}}  {key:{wide}}  {value:>12,}"
-        if isinstance(value, int)
-        else f"{name:{width}}  {key:{wide}}  {value:>12.4f}" + (f"  +- {error:.4f}" if isinstance(error, float) else "")
-        for name, key, value, error in rows
-    ]
+    return aligned(rows, right=(2,)) if rows else ""
+
+
+def _error(error: object) -> str:
+    return f"+- {error:.4f}" if isinstance(error, float) else ""
 
 
 def _log(project: str, opened: Opened, record: dict) -> None:

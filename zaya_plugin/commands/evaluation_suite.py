@@ -3,8 +3,6 @@
 and continued after an interruption.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import textwrap
@@ -83,9 +81,12 @@ def _finished(output: Path, source: Mapping[str, Any]) -> dict[str, Figures]:
     except (ValueError, AttributeError, KeyError, TypeError):
         different, results = ["no results of a suite"], {}
     if different:
-        problem = f"holds {', '.join(different)}"
         raise mistake(
-            "--output", output, problem=problem, allowed="results of the same model and options", fix="--output FILE"
+            "--output",
+            output,
+            problem=f"holds {', '.join(different)}",
+            allowed="results of the same model and options",
+            fix="--output FILE",
         )
     return results
 

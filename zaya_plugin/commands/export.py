@@ -3,60 +3,37 @@
 
 import argparse
 
-from zaya_plugin.commands.parser import Parser, option
-
-SLURM = """\
-Prints a batch script for SLURM, or submits the job.
-
-The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for
-each stage) for each device. It resumes from the last checkpoint, so the same script is submitted again after a time
-limit. Options of sbatch follow `--`."""
-SLURM_EXAMPLES = """\
-examples:
-  zaya export slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x \\
-      --time=2-00:00:00 > run.sbatch
-  zaya export slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
-  zaya export slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web"""
-
-MEGATRON = """\
-Writes a recipe for Megatron-LM (docs/megatron.md): <run_dir>/megatron.args, the words for its own pretrain_gpt.py.
-
-The parser of the installed Megatron checks them, so use the host's Python. The plugin reads recipe.yaml next to them
-when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are errors."""
-MEGATRON_EXAMPLES = """\
-examples:
-  zaya export megatron experiment=cpu_demo run_dir=runs/guest"""
-
-PRIMUS = """\
-Writes a recipe for Primus (docs/primus.md): <run_dir>/primus.yaml, an experiment for primus-cli.
-
-The plugin reads the recipe.yaml next to it when the host has started. Settings that the host ignores are printed;
-settings that it cannot carry out are errors."""
-PRIMUS_EXAMPLES = """\
-examples:
-  zaya export primus experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus run_dir=runs/zaya1
-  zaya export primus --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/corpus run_dir=runs/zaya1"""
+from zaya_plugin.commands.parser import command, option
+from zaya_plugin.config.validate import validate
+from zaya_plugin.handover.published import compose_published
+from zaya_plugin.plan.bucket_plan import with_bucket_plan
+from zaya_plugin.run import sbatch
+from zaya_plugin.run.megatron_export import export_megatron, instructions
+from zaya_plugin.run.primus_export import export_primus
+from zaya_plugin.run.rank_plan import planned_ranks
+from zaya_plugin.run.stages import compose_curriculum
 
 
-def slurm() -> Parser:
-    return Parser(
-        "export slurm",
-        _slurm,
-        SLURM,
-        SLURM_EXAMPLES,
-        option("--curriculum", action="store_true", help="the script runs all stages of a curriculum"),
-        option("--submitit", action="store_true", help="submit the job through the package submitit; print its id"),
-        behind_dashes="SBATCH_OPTION",
-        recipe=True,
-    )
+@command(
+    "export slurm",
+    option("--curriculum", action="store_true", help="the script runs all stages of a curriculum"),
+    option("--submitit", action="store_true", help="submit the job through the package submitit; print its id"),
+    behind_dashes="SBATCH_OPTION",
+    recipe=True,
+)
+def slurm(options: argparse.Namespace) -> None:
+    """Prints a batch script for SLURM, or submits the job.
 
+    The script sets the cluster's environment and starts with srun one `zaya train` (or one `zaya curriculum --only` for
+    each stage) for each device. It resumes from the last checkpoint, so the same script is submitted again after a time
+    limit. Options of sbatch follow `--`.
 
-def _slurm(options: argparse.Namespace) -> None:
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run import sbatch
-    from zaya_plugin.run.stages import compose_curriculum
-
+    examples:
+      zaya export slurm experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web -- --partition=mi300x \\
+          --time=2-00:00:00 > run.sbatch
+      zaya export slurm --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/web > zaya1.sbatch
+      zaya export slurm --submitit experiment=zaya1_base cluster=mi300x_8 data.path=data/web
+    """
     overrides = options.overrides
     if options.curriculum:
         whole = compose_curriculum(overrides)
@@ -77,35 +54,38 @@ def _slurm(options: argparse.Namespace) -> None:
         print(sbatch.script(recipe, commands), end="")
 
 
-def megatron() -> Parser:
-    return Parser("export megatron", _megatron, MEGATRON, MEGATRON_EXAMPLES, recipe=True)
+@command("export megatron", recipe=True)
+def megatron(options: argparse.Namespace) -> None:
+    """Writes a recipe for Megatron-LM (docs/megatron.md): <run_dir>/megatron.args, the words for its own
+    pretrain_gpt.py.
 
+    The parser of the installed Megatron checks them, so use the host's Python. The plugin reads recipe.yaml next to
+    them when the host has started. Settings that the host ignores are printed; settings that it cannot carry out are
+    errors.
 
-def _megatron(options: argparse.Namespace) -> None:
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run.megatron_export import export_megatron, instructions
-
+    examples:
+      zaya export megatron experiment=cpu_demo run_dir=runs/guest
+    """
     for recipe, ranks in _validated([compose_published(options.overrides)]):
         print(instructions(recipe, ranks, export_megatron(recipe)))
 
 
-def primus() -> Parser:
-    return Parser(
-        "export primus",
-        _primus,
-        PRIMUS,
-        PRIMUS_EXAMPLES,
-        option("--curriculum", action="store_true", help="one experiment for each stage, in <run_dir>/<stage>"),
-        option("--spec", action="store_true", help="for stock Primus, in place of the stage zaya_pretrain"),
-        recipe=True,
-    )
+@command(
+    "export primus",
+    option("--curriculum", action="store_true", help="one experiment for each stage, in <run_dir>/<stage>"),
+    option("--spec", action="store_true", help="for stock Primus, in place of the stage zaya_pretrain"),
+    recipe=True,
+)
+def primus(options: argparse.Namespace) -> None:
+    """Writes a recipe for Primus (docs/primus.md): <run_dir>/primus.yaml, an experiment for primus-cli.
 
+    The plugin reads the recipe.yaml next to it when the host has started. Settings that the host ignores are printed;
+    settings that it cannot carry out are errors.
 
-def _primus(options: argparse.Namespace) -> None:
-    from zaya_plugin.handover.published import compose_published
-    from zaya_plugin.run.primus_export import export_primus
-    from zaya_plugin.run.stages import compose_curriculum
-
+    examples:
+      zaya export primus experiment=zaya1_base cluster=mi300x_8 data.path=data/corpus run_dir=runs/zaya1
+      zaya export primus --curriculum experiment=zaya1_base cluster=mi300x_128x8 data.path=data/corpus run_dir=runs/zaya1
+    """
     if options.curriculum:
         recipes = [stage.recipe for stage in compose_curriculum(options.overrides).stages]
     else:
@@ -116,10 +96,6 @@ def _primus(options: argparse.Namespace) -> None:
 
 def _validated(recipes: list) -> list[tuple]:
     """Return the recipes with their numbers of ranks; all are valid, before anything is written."""
-    from zaya_plugin.config.validate import validate
-    from zaya_plugin.plan.bucket_plan import with_bucket_plan
-    from zaya_plugin.run.rank_plan import planned_ranks
-
     sized = [(with_bucket_plan(recipe, planned_ranks(recipe))[0], planned_ranks(recipe)) for recipe in recipes]
     for recipe, ranks in sized:
         validate(recipe, ranks)

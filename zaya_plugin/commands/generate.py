@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`zaya generate`: text from a checkpoint or a published model. Loads torch only when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from zaya_plugin.commands.parser import STEP, Parser, option
+from zaya_plugin.commands.parser import STEP, command, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.data.prompts import lines_of
 from zaya_plugin.data.routed_experts import write_sequences
@@ -18,32 +16,15 @@ from zaya_plugin.ground.option_numbers import INT32, MOST_SEED, MOST_TOKENS, rea
 from zaya_plugin.inference.opening import check_room, find_model, open_model
 from zaya_plugin.inference.sampling_options import Sampling
 
-SOURCES = """\
-MODEL is a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with
-safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, without
-ranks, on the GPU if there is one."""
-DESCRIPTION = f"""\
-Continues prompts with a model, greedy or sampled.
-
-{SOURCES}
-
-The text of a single prompt appears token by token; texts of several appear one after another, each when its batch is
-done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no token
-(bos) is added unless the texts of the run's training data, or the tokenizer of a published model, have it. With --chat
-each prompt is a user's message in the model's chat template, and its answer alone is printed."""
-EXAMPLES = """\
-examples:
-  zaya generate runs/mine --prompt 'def fibonacci(n):'
-  zaya generate exports/mine --prompt 'Once' --prompt 'The capital of France is' --temperature 0.8 --top-p 0.95 --seed 1
-  zaya generate runs/finetune_demo --chat --prompt 'What is email.errors.MessageError?'
-  zaya generate runs/mine --step 2000 --prompts questions.txt --json > answers.jsonl
-
-Exit codes: 0, 2 a mistake on the command line or in the files."""
-
-
 # The options of a model, which `zaya generate` and `zaya eval` have.
 MODEL = (
-    option("model", metavar="MODEL", help="a checkpoint or a published model, see above"),
+    option(
+        "model",
+        metavar="MODEL",
+        help="a run directory, a directory of iter_* folders, or one of these; or a published model: a folder with "
+        "safetensors files (native, legacy or smoe layout), or a name on the Hugging Face Hub. It runs in this process, "
+        "without ranks, on the GPU if there is one",
+    ),
     STEP,
     option("--tokenizer", metavar="DIR", help="folder with tokenizer.json; default: the model's own"),
     option("--device", choices=("cpu", "cuda"), help="default: cuda where there is one"),
@@ -68,50 +49,49 @@ ROUTED = option(
 )
 
 
-def parser() -> Parser:
-    return Parser(
-        "generate",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        *MODEL,
-        option("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"),
-        option("--prompts", metavar="FILE", help="a prompt a line; - reads standard input"),
-        option("--chat", action="store_true", help="the prompts are messages of a user, which the model answers"),
-        option("--chat-template", metavar="NAME", help="in place of the model's: chatml, zaya1, or a Jinja file"),
-        option("--max-new-tokens", type=whole_number(1, MOST_TOKENS), default=128, help="default: 128"),
-        option(
-            "--temperature",
-            type=real_number(0, 1000),
-            default=0.0,
-            help="0, the default, takes the most probable token",
-        ),
-        option(
-            "--top-k", type=whole_number(0, INT32), default=0, help="draw from the K most probable tokens; 0: from all"
-        ),
-        option(
-            "--top-p",
-            type=real_number(1e-6, 1),
-            default=1.0,
-            help="draw from the most probable tokens that together reach P; 1: from all",
-        ),
-        option(
-            "--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command, the same text"
-        ),
-        ROUTED,
-        option("--batch-size", type=whole_number(1, 65_536), default=32, help="prompts computed at once; default: 32"),
-        option(
-            "--json",
-            action="store_true",
-            help="print an object a prompt: prompt, text, tokens, ended (at an end token)",
-        ),
-        word_option="--prompt",
-        imports_large_packages=True,
-    )
+@command(
+    "generate",
+    *MODEL,
+    option("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"),
+    option("--prompts", metavar="FILE", help="a prompt a line; - reads standard input"),
+    option("--chat", action="store_true", help="the prompts are messages of a user, which the model answers"),
+    option("--chat-template", metavar="NAME", help="in place of the model's: chatml, zaya1, or a Jinja file"),
+    option("--max-new-tokens", type=whole_number(1, MOST_TOKENS), default=128, help="default: 128"),
+    option(
+        "--temperature", type=real_number(0, 1000), default=0.0, help="0, the default, takes the most probable token"
+    ),
+    option("--top-k", type=whole_number(0, INT32), default=0, help="draw from the K most probable tokens; 0: from all"),
+    option(
+        "--top-p",
+        type=real_number(1e-6, 1),
+        default=1.0,
+        help="draw from the most probable tokens that together reach P; 1: from all",
+    ),
+    option("--seed", type=whole_number(0, MOST_SEED), default=0, help="of the draws; the same command, the same text"),
+    ROUTED,
+    option("--batch-size", type=whole_number(1, 65_536), default=32, help="prompts computed at once; default: 32"),
+    option(
+        "--json", action="store_true", help="print an object a prompt: prompt, text, tokens, ended (at an end token)"
+    ),
+    word_option="--prompt",
+    imports_large_packages=True,
+)
+def generate(options: argparse.Namespace) -> None:
+    """Continues prompts with a model, greedy or sampled.
 
+    The text of a single prompt appears token by token; texts of several appear one after another, each when its batch
+    is done. A text ends at the tokenizer's end token or after --max-new-tokens. Prompts are continued as they are: no
+    token (bos) is added unless the texts of the run's training data, or the tokenizer of a published model, have it.
+    With --chat each prompt is a user's message in the model's chat template, and its answer alone is printed.
 
-def run(options: argparse.Namespace) -> None:
-    """Print the texts; raises ValueError for a user's mistake."""
+    examples:
+      zaya generate runs/mine --prompt 'def fibonacci(n):'
+      zaya generate exports/mine --prompt 'Once' --prompt 'The capital of France is' --temperature 0.8 --top-p 0.95
+      zaya generate runs/finetune_demo --chat --prompt 'What is email.errors.MessageError?'
+      zaya generate runs/mine --step 2000 --prompts questions.txt --json > answers.jsonl
+
+    Exit codes: 0, 2 a mistake on the command line or in the files.
+    """
     for text in options.prompt:
         check_utf8("--prompt", text)
     texts = [*options.prompt, *(lines_of("--prompts", options.prompts) if options.prompts is not None else [])]

@@ -11,10 +11,9 @@ from zaya_plugin.ground.packages import require_packages
 SECONDS = 2.0  # between two updates
 
 
-def show_live(render: Callable[[int, int], tuple[Any, bool]], once: bool = False) -> bool:
-    """Show the text that `render` returns and update it until `render` says that it was the last one, or until Ctrl-C;
-    return whether it was the last one. The last text stays on the terminal. With `once`, and outside a terminal, the
-    text is printed once.
+def show_live(render: Callable[[int, int], tuple[Any, bool]], once: bool = False) -> None:
+    """Show the text that `render` returns and update it until `render` says that it was the last one, or until Ctrl-C.
+    The last text stays on the terminal. With `once`, and outside a terminal, the text is printed once.
 
     render: called with columns and rows; returns a text, as str or rich.text.Text, and whether it is the last one.
 
@@ -37,7 +36,7 @@ def show_live(render: Callable[[int, int], tuple[Any, bool]], once: bool = False
 
     if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(drawn())
-        return last
+        return
     stop = threading.Event()  # a KeyboardInterrupt could be lost in a library
     before = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
@@ -47,4 +46,3 @@ def show_live(render: Callable[[int, int], tuple[Any, bool]], once: bool = False
     finally:
         signal.signal(signal.SIGINT, before)
     console.print(text)
-    return last

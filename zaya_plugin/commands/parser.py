@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of every command. A mistake is one message with what to type instead; the words of a recipe, with
---config-dir, are read in one way wherever a command takes one.
+"""The parser of every command, and `command`, which makes a function one. A mistake is one message with what to type
+instead; the words of a recipe, with --config-dir, are read in one way wherever a command takes one.
 """
 
 import argparse
+import functools
+import inspect
 import os
 import re
 import shlex
@@ -71,19 +73,16 @@ class Parser(argparse.ArgumentParser):
                 groups[group] = self.add_argument_group(group)
             groups[group].add_argument(*names, **settings)
         if self.takes_recipe:
-            self._add_recipe(datasets)
-
-    def _add_recipe(self, datasets: str) -> None:
-        recipe = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
-        self.add_argument(
-            "overrides",
-            nargs="+" if datasets else "*",
-            metavar="DATASET | key=value" if datasets else "key=value",
-            help=f"{datasets}; or a recipe: {recipe}" if datasets else recipe,
-        )
-        self.add_argument(
-            *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
-        )
+            keys = "experiment=<name>, <group>=<option> and recipe keys; `zaya train --help` lists them"
+            self.add_argument(
+                "overrides",
+                nargs="+" if datasets else "*",
+                metavar="DATASET | key=value" if datasets else "key=value",
+                help=f"{datasets}; or a recipe: {keys}" if datasets else keys,
+            )
+            self.add_argument(
+                *OPTIONS, metavar="DIR", help="folder with your own recipes, as my_recipes/experiment/mine.yaml"
+            )
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the options of `words`; raises ValueError for a mistake."""
@@ -127,17 +126,36 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = unknown[1].partition("=")
             if not name.startswith("-"):
                 word = message.partition(": ")[2]
-                fix = f"{self.word_option} {word!r}" if self.word_option else fix
-                raise mistake(word, problem="one word too many", fix=fix)
+                raise mistake(
+                    word, problem="one word too many", fix=f"{self.word_option} {word!r}" if self.word_option else fix
+                )
             known = self._long_options()
             close = nearest_name(name, known)
-            fix = f"{close}{equals}{value}" if close else fix
-            raise mistake(name, problem="no such option", allowed=", ".join(known), fix=fix)
+            raise mistake(
+                name,
+                problem="no such option",
+                allowed=", ".join(known),
+                fix=f"{close}{equals}{value}" if close else fix,
+            )
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             raise mistake(missing[1].removesuffix(", key=value"), problem="was not given", fix=fix)
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             raise mistake(wrong[1], problem=wrong[2], fix=fix)
         raise mistake(self.prog, problem=message, fix=fix)
+
+
+def command(name: str, *options: Option, **settings: Any) -> Callable[[Callable], Callable[[], Parser]]:
+    """Make a function the command `zaya <name>`: its module then has a function that returns the Parser under its name.
+
+    The function takes the options and returns the exit code, None for 0. Its docstring is the help: the paragraphs
+    before "examples:" stand above the options, the others below. options, settings: those of Parser.
+    """
+
+    def decorate(run: Callable[[argparse.Namespace], int | None]) -> Callable[[], Parser]:
+        description, heading, examples = (inspect.getdoc(run) or "").partition("examples:\n")
+        return functools.partial(Parser, name, run, description.strip(), heading + examples, *options, **settings)
+
+    return decorate
 
 
 # Rows that several commands share.

@@ -9,25 +9,13 @@ from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.commands import live
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import command, option
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.packages import require_packages
 from zaya_plugin.runs.follow import Follower
 from zaya_plugin.runs.run_data import CHECKPOINT, Metrics, RunData, is_run, read_run
 
-DESCRIPTION = """\
-Shows a run in the terminal, every two seconds until it ends: the curve of the loss with its validations (o), learning
-rate, gradient norm, tokens/s, MFU, load of the experts, the last checkpoint, restarts and faults. It reads what the run
-writes, so it works over SSH and on any machine that sees the folder; it may begin before the run does."""
-EXAMPLES = """\
-examples:
-  zaya runs watch runs/mine           until the run ends or Ctrl-C
-  zaya runs watch runs/mine --once    one picture, for a script; so also without a terminal
-
-Requires `pip install 'zaya_plugin[terminal]'`. NO_COLOR=1 leaves out colours.
-
-Exit codes: 0; 1 the run has failed or crashed, or has not begun; 2 a mistake on the command line."""
 COLOURS = {"running": "green", "finished": "green", "failed": "red", "crashed": "red"}
 LABEL_WIDTH = 13  # plotille's, of the vertical axis
 LEAST_ROWS, LEAST_ROWS_WITH_AXIS = 3, 10  # of a curve, and of one with a horizontal axis
@@ -47,19 +35,24 @@ NUMBERS = {  # key of metrics.jsonl -> how its last value is shown
 }
 
 
-def parser() -> Parser:
-    return Parser(
-        "runs watch",
-        run,
-        DESCRIPTION,
-        EXAMPLES,
-        option("run", type=Path, metavar="RUN", help="a run's directory"),
-        option("--once", action="store_true", help="print one picture and end"),
-    )
+@command(
+    "runs watch",
+    option("run", type=Path, metavar="RUN", help="a run's directory"),
+    option("--once", action="store_true", help="print one picture and end"),
+)
+def watch(options: argparse.Namespace) -> int:
+    """Shows a run in the terminal, every two seconds until it ends: the curve of the loss with its validations (o),
+    learning rate, gradient norm, tokens/s, MFU, load of the experts, the last checkpoint, restarts and faults. It reads
+    what the run writes, so it works over SSH and on any machine that sees the folder; it may begin before the run does.
 
+    examples:
+      zaya runs watch runs/mine           until the run ends or Ctrl-C
+      zaya runs watch runs/mine --once    one picture, for a script; so also without a terminal
 
-def run(options: argparse.Namespace) -> int:
-    """Show the run and return the exit code."""
+    Requires `pip install 'zaya_plugin[terminal]'`. NO_COLOR=1 leaves out colours.
+
+    Exit codes: 0; 1 the run has failed or crashed, or has not begun; 2 a mistake on the command line.
+    """
     require_packages("terminal", "rich", "plotille")
     if not options.run.absolute().parent.is_dir():
         raise mistake("RUN", options.run, problem="its folder does not exist", allowed="the folder of a run")

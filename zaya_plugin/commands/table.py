@@ -11,8 +11,8 @@ from zaya_plugin.ground.errors import mistake, nearest_name
 # without a function has others below it.
 HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
-        "train": ("train:parser", "train a recipe: compose it, check it, start or join the ranks"),
-        "curriculum": ("curriculum:parser", "run the stages of a curriculum one after the other"),
+        "train": ("train:train", "train a recipe: compose it, check it, start or join the ranks"),
+        "curriculum": ("curriculum:curriculum", "run the stages of a curriculum one after the other"),
         "export": ("", "write a recipe for SLURM or for another host"),
         "export slurm": ("export:slurm", "print a batch script, or submit it"),
         "export megatron": ("export:megatron", "write the words for Megatron-LM's own pretrain_gpt.py"),
@@ -20,17 +20,14 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Data and checkpoints": {
         "data": ("", "make, pack, inspect and warm corpora"),
-        "data prepare": ("data_prepare:parser", "make a dataset from text, JSON lines or Python's standard library"),
-        "data pack": (
-            "data_pack:parser",
-            "put whole documents into bins of one length, with long chains of thought trimmed",
-        ),
-        "data check": ("data_check:parser", "compare every byte of datasets with their checksums"),
-        "data inspect": ("data_inspect:parser", "print decoded samples with source, length and loss mask"),
-        "data bundle": ("data_bundle:parser", "join many small datasets, and report the random reads of a planned run"),
-        "data warm": ("data_warm:parser", "read the data that a run needs next into the page cache"),
+        "data prepare": ("data:prepare", "make a dataset from text, JSON lines or Python's standard library"),
+        "data pack": ("data:pack", "put whole documents into bins of one length, with long chains of thought trimmed"),
+        "data check": ("data:check", "compare every byte of datasets with their checksums"),
+        "data inspect": ("data:inspect", "print decoded samples with source, length and loss mask"),
+        "data bundle": ("data:bundle", "join many small datasets, and report the random reads of a planned run"),
+        "data warm": ("data:warm", "read the data that a run needs next into the page cache"),
         "data mixture": (
-            "data_mixture:parser",
+            "data:mixture",
             "print tokens and epochs of each source that a blend draws, for one stage or several",
         ),
         "checkpoint": ("", "look at a run's checkpoints, and convert them from and to published weights"),
@@ -51,14 +48,14 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
         "checkpoint roundtrip": ("weights:roundtrip", "import, export and compare in a temporary folder"),
     },
     "Models": {
-        "generate": ("generate:parser", "continue prompts with a checkpoint or a published model"),
-        "eval": ("evaluation:parser", "run evaluation tasks, compute perplexity by domain"),
+        "generate": ("generate:generate", "continue prompts with a checkpoint or a published model"),
+        "eval": ("evaluation:evaluate", "run evaluation tasks, compute perplexity by domain"),
     },
     "Runs": {
         "runs": ("", "look at runs: as pictures, live in the terminal, as a table"),
         "runs plot": ("runs:plot", "draw a run or several as one HTML page or a PNG"),
-        "runs watch": ("runs_watch:parser", "show a run in the terminal while it trains"),
-        "runs list": ("runs_list:parser", "print the runs below a folder: state, step, loss, speed, what differs"),
+        "runs watch": ("runs_watch:watch", "show a run in the terminal while it trains"),
+        "runs list": ("runs:list_", "print the runs below a folder: state, step, loss, speed, what differs"),
     },
     "Machines": {
         "doctor": ("machines:doctor", "report installed packages, devices, known problems and host changes"),
@@ -93,7 +90,7 @@ HEADINGS: dict[str, dict[str, tuple[str, str]]] = {
     "Long runs": {
         "aegis": ("", "supervise a long run: watch, restart, exchange nodes, report"),
         "aegis run": (
-            "aegis_run:parser",
+            "aegis_run:run",
             "start the ranks of a command on this node, watch them, and restart, exchange or stop",
         ),
         "aegis status": ("aegis:status", "show a supervised run in the terminal, once or live"),
@@ -176,8 +173,9 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     for command in (f"zaya {first}", f"zaya {first} {rest[0]}" if rest else ""):
         if command in RENAMED:
             more = words[len(command.split()) - 1 :] if command in SAME_WORDS else []
-            fix = " ".join([RENAMED[command], shlex.join(more)]).strip()
-            raise mistake(command, problem="has another name now", fix=fix)
+            raise mistake(
+                command, problem="has another name now", fix=" ".join([RENAMED[command], shlex.join(more)]).strip()
+            )
     if first not in COMMANDS:
         raise unknown("zaya", first)
     names = below(first)
@@ -195,8 +193,8 @@ def unknown(command: str, name: str) -> ValueError:
     from zaya_plugin.config.train_help import options
 
     known = below(command.removeprefix("zaya ")) if command != "zaya" else [row for row in COMMANDS if " " not in row]
-    elsewhere = {row.rpartition(" ")[2]: f"zaya {row}" for row in COMMANDS if " " in row}
-    elsewhere |= {row: f"zaya {row}" for row in COMMANDS if " " not in row}
+    rows = sorted(COMMANDS, key=lambda row: " " not in row)  # of equal names that without another above it
+    elsewhere = {row.rpartition(" ")[2]: f"zaya {row}" for row in rows}
     fix = f"{command} --help"
     if f"{name}s" in known:
         fix = f"{command} {name}s"

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, Parser, option
+from zaya_plugin.commands.parser import DRY_RUN, VERBOSE, command, option
 from zaya_plugin.commands.process import end_on_interrupt
 from zaya_plugin.config.train_help import train_help
 from zaya_plugin.ground import phases
@@ -18,28 +18,22 @@ from zaya_plugin.ground.exit_codes import ENDED_EARLY
 REPORTS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")  # of Hydra
 
 
-def parser() -> Parser:
-    return Parser(
-        "train",
-        train,
-        "",
-        "",
-        DRY_RUN,
-        VERBOSE,
-        option("--multirun", "-m", action="store_true", help="one run after the other, for key=value,value"),
-        option("--cfg", "-c", choices=("job", "hydra", "all"), help="print the composed recipe, and stop"),
-        option("--package", "-p", help="with --cfg: this group of keys alone"),
-        option("--info", "-i", choices=REPORTS, help="Hydra's report on its composing; --info alone prints all"),
-        option("--hydra-help", action="store_true", help="Hydra's own help"),
-        bare={"--info": "all", "-i": "all"},
-        imports_large_packages=True,
-        recipe=True,
-        whole_help=train_help,
-    )
-
-
+@command(
+    "train",
+    DRY_RUN,
+    VERBOSE,
+    option("--multirun", "-m", action="store_true", help="one run after the other, for key=value,value"),
+    option("--cfg", "-c", choices=("job", "hydra", "all"), help="print the composed recipe, and stop"),
+    option("--package", "-p", help="with --cfg: this group of keys alone"),
+    option("--info", "-i", choices=REPORTS, help="Hydra's report on its composing; --info alone prints all"),
+    option("--hydra-help", action="store_true", help="Hydra's own help"),
+    bare={"--info": "all", "-i": "all"},
+    imports_large_packages=True,
+    recipe=True,
+    whole_help=train_help,
+)
 def train(options: argparse.Namespace) -> int:
-    """Run the jobs of the command and return the first exit code that is not 0."""
+    """Starts the ranks of a recipe, or joins those of torchrun or srun. The exit code is the first one that is not 0."""
     phases.show(sys.stderr if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" else None)
     phases.begin("composing the recipe")
     import hydra
@@ -105,7 +99,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 def _print_runs(folders: list[Path]) -> None:
     """Print the runs of a multirun as `zaya runs list` does; those that were refused have written nothing."""
-    from zaya_plugin.commands.runs_list import overview, print_table
+    from zaya_plugin.commands.runs import overview, print_table
     from zaya_plugin.runs.run_data import is_run
 
     if begun := [folder for folder in folders if is_run(folder)]:

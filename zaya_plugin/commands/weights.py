@@ -3,137 +3,79 @@
 weights. Starts no ranks; needs no device.
 """
 
-from __future__ import annotations
-
 import argparse
+import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zaya_plugin.checkpoint import reading
 from zaya_plugin.checkpoint.convert.model_folder import check_new, check_push, push, resolve
-from zaya_plugin.commands.parser import STEP, Option, Parser, option
+from zaya_plugin.commands.parser import STEP, command, option
 from zaya_plugin.commands.process import prepare_torch
 from zaya_plugin.ground.errors import mistake, of_the_machine
 from zaya_plugin.ground.option_numbers import INT32, whole_number
 from zaya_plugin.ground.progress import bar
-
-DESCRIPTION = """\
-{}.
-
-SOURCE is a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base (NAME@REVISION for a revision). Its
-layout is recognised by the tensors' names: native, legacy, smoe or primus. CKPT is a run directory, a directory of
-iter_* folders, or one of these. Tensors are read and written in pieces: a model of any size needs little memory. The
-same command again continues an interrupted one."""
-CODES = "\n\nExit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files."
-Action = Callable[[argparse.Namespace], int]
-
 
 LAYOUT = option(
     "--layout", choices=("native", "legacy", "smoe"), default="native", help="of the weights; default: native"
 )
 
 
-def _parser(name: str, action: Action, purpose: str, examples: str, model: str, *options: Option) -> Parser:
-    return Parser(
-        f"checkpoint {name}",
-        lambda options: _run(action, options),
-        DESCRIPTION.format(purpose),
-        f"examples:\n{examples}{CODES}",
-        option("model", metavar=model, help="see above"),
-        *options,
-        imports_large_packages=True,
-    )
+SOURCE = option(
+    "model",
+    metavar="SOURCE",
+    help="a folder, or a name on the Hugging Face Hub such as Zyphra/ZAYA1-base (NAME@REVISION for a revision); its "
+    "layout is recognised by the tensors' names: native, legacy, smoe or primus",
+)
+CKPT = option("model", metavar="CKPT", help="a run directory, a directory of iter_* folders, or one of these")
 
 
-def import_() -> Parser:
-    examples = "  zaya checkpoint import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml"
-    return _parser(
-        "import",
-        _import,
-        "Writes a checkpoint of step 0 from published weights",
-        examples,
-        "SOURCE",
-        option("--output", type=Path, required=True, metavar="DIR", help="directory of the checkpoint"),
-        option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE"),
-        option("--recipe", type=Path, metavar="FILE", help="a recipe.yaml whose model section has to fit"),
-        option(
-            "--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"
-        ),
-    )
+def continues(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Add to errors of the machine that the same command continues."""
+
+    @functools.wraps(action)
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return action(options)
+        except OSError as error:
+            if (text := of_the_machine(error, options.output, offline=True)) is None:
+                raise
+            raise ValueError(f"{text} The command continues behind the last whole file.") from error
+
+    return run
 
 
-def export() -> Parser:
-    examples = """\
-  zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
-  zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
-  zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it
-  zaya checkpoint export runs/lora --output exports/adapter --adapter            for peft"""
-    purpose = "Writes safetensors files, config.json and the other files that a published model has"
-    return _parser(
-        "export",
-        _export,
-        purpose,
-        examples,
-        "CKPT",
-        LAYOUT,
-        option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
-        STEP,
-        option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
-        option(
-            "--tokenizer",
-            metavar="DIR",
-            help="folder of the tokenizer; none: without one; default: that of the checkpoint",
-        ),
-        option(
-            "--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"
-        ),
-        option(
-            "--adapter",
-            action="store_true",
-            help="of a run with optim.lora: write the adapter for peft in place of the merged model",
-        ),
-        option("--base", metavar="SOURCE", help="where the adapter's base is now; default: where the run has read it"),
-        option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
-        option(
-            "--push",
-            metavar="NAME",
-            help="then upload the folder to ORGANISATION/NAME on the Hugging Face Hub, made private if it is new; the "
-            "token comes from HF_TOKEN or the Hub's login",
-        ),
-        option(
-            "--no-verify",
-            dest="compare",
-            action="store_false",
-            help="do not compare the checkpoint's files with their checksums, which reads all of them",
-        ),
-    )
+@command(
+    "checkpoint import",
+    SOURCE,
+    option("--output", type=Path, required=True, metavar="DIR", help="directory of the checkpoint"),
+    option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in SOURCE"),
+    option("--recipe", type=Path, metavar="FILE", help="a recipe.yaml whose model section has to fit"),
+    option("--write-recipe", type=Path, metavar="FILE", help="write the model section as a file of the group model"),
+    imports_large_packages=True,
+)
+@continues
+def import_(options: argparse.Namespace) -> int:
+    """Write a checkpoint of step 0 from published weights.
 
+    Tensors are read and written in pieces: a model of any size needs little memory. The same command again continues an
+    interrupted one.
 
-def roundtrip() -> Parser:
-    examples = "  zaya checkpoint roundtrip Zyphra/ZAYA1-base --layout legacy"
-    purpose = "Imports, exports and compares every tensor, in a temporary folder (TMPDIR) of twice the weights' bytes"
-    return _parser("roundtrip", _roundtrip, purpose, examples, "SOURCE", LAYOUT)
+    examples:
+      zaya checkpoint import Zyphra/ZAYA1-base --output weights/zaya1 --write-recipe my/model/zaya1.yaml
 
-
-def _run(action: Action, options: argparse.Namespace) -> int:
-    try:
-        return action(options)
-    except OSError as error:
-        if (text := of_the_machine(error, getattr(options, "output", options.model), offline=True)) is None:
-            raise
-        raise ValueError(f"{text} The command continues behind the last whole file.") from error
-
-
-def _import(options: argparse.Namespace) -> int:
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     folder, recipe = resolve(options.model), None
     if options.recipe is not None:
         from zaya_plugin.config.compose import load_recipe
 
         if not options.recipe.is_file():
-            allowed = "the recipe.yaml of a run with this model"
-            raise mistake("--recipe", options.recipe, problem="no such file", allowed=allowed)
+            raise mistake(
+                "--recipe", options.recipe, problem="no such file", allowed="the recipe.yaml of a run with this model"
+            )
         recipe = load_recipe(options.recipe)
     prepare_torch()
     from zaya_plugin.checkpoint.convert.description import Description
@@ -141,8 +83,7 @@ def _import(options: argparse.Namespace) -> int:
 
     recipe = None if recipe is None else Description.of_recipe(recipe, vocab_size=1)
     source = open_source(folder, recipe, options.model)
-    for note in source.notes:
-        print(f"note: {note}")
+    _print_notes(source.notes)
     if recipe is not None and (different := recipe.differences(source.model)):
         raise mistake(
             "--recipe",
@@ -161,6 +102,11 @@ def _import(options: argparse.Namespace) -> int:
         folder = import_model(source, options.output, shown.update, shown.reset)
     print(f"{folder}: {source.layout} model of {size_of(source):,} parameters, {len(source.tensors)} tensors")
     return 0
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}")
 
 
 def _write_recipe(path: Path, model) -> None:
@@ -182,19 +128,65 @@ def _write_recipe(path: Path, model) -> None:
     path.write_text(content)
 
 
-def _export(options: argparse.Namespace) -> int:
+@command(
+    "checkpoint export",
+    CKPT,
+    LAYOUT,
+    option("--output", type=Path, required=True, metavar="DIR", help="a folder that is new or empty"),
+    STEP,
+    option("--dtype", choices=("bf16", "fp32"), help="default: as the run computed, or as the imported files were"),
+    option(
+        "--tokenizer", metavar="DIR", help="folder of the tokenizer; none: without one; default: that of the checkpoint"
+    ),
+    option("--vocab-size", type=whole_number(1, INT32), help="rows of the embedding; default: as in the checkpoint"),
+    option(
+        "--adapter",
+        action="store_true",
+        help="of a run with optim.lora: write the adapter for peft in place of the merged model",
+    ),
+    option("--base", metavar="SOURCE", help="where the adapter's base is now; default: where the run has read it"),
+    option("--verify", action="store_true", help="compare every tensor, and logits where the memory allows it"),
+    option(
+        "--push",
+        metavar="NAME",
+        help="then upload the folder to ORGANISATION/NAME on the Hugging Face Hub, made private if it is new; the "
+        "token comes from HF_TOKEN or the Hub's login",
+    ),
+    option(
+        "--no-verify",
+        dest="compare",
+        action="store_false",
+        help="do not compare the checkpoint's files with their checksums, which reads all of them",
+    ),
+    imports_large_packages=True,
+)
+@continues
+def export(options: argparse.Namespace) -> int:
+    """Write safetensors files, config.json and the other files that a published model has.
+
+    Tensors are read and written in pieces: a model of any size needs little memory. The same command again continues an
+    interrupted one.
+
+    examples:
+      zaya checkpoint export runs/sft --output exports/sft --verify                  for transformers and vLLM
+      zaya checkpoint export runs/sft --output exports/sft_sglang --layout legacy    for SGLang
+      zaya checkpoint export runs/sft --output exports/sft --verify --push my-team/zaya-sft     and upload it
+      zaya checkpoint export runs/lora --output exports/adapter --adapter            for peft
+
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     check_new(options.output)
     if options.push is not None:
         check_push(options.push)
-    if options.tokenizer not in (None, "none"):
-        _tokenizer_folder(options.tokenizer, options.tokenizer)
+    if options.tokenizer is not None:
+        _tokenizer(options.tokenizer, None)
     checkpoint = reading.begin(Path(options.model), options.step, compare=options.compare)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting
     from zaya_plugin.data.tokenizer import tokenizer_digest
 
     trained = exporting.open_checkpoint(checkpoint, options.base)
-    if (tokenizer := _tokenizer(options.tokenizer, trained)) is not None:
+    if (tokenizer := _tokenizer(options.tokenizer, trained.tokenizer)) is not None:
         trained.check_tokenizer(tokenizer, tokenizer_digest(str(tokenizer)))
     code = (_export_adapter if options.adapter else _export_model)(trained, options, tokenizer)
     if options.push is not None and code == 0:
@@ -206,8 +198,7 @@ def _export_model(trained, options: argparse.Namespace, tokenizer: Path | None) 
     from zaya_plugin.checkpoint.convert import exporting
 
     planned = exporting.plan(trained, options.layout, options.dtype, tokenizer, options.vocab_size)
-    for change in planned.changes:
-        print(f"note: {change}")
+    _print_notes(planned.changes)
     with bar("export") as shown:
         folder = exporting.export_model(planned, options.output, shown.update, shown.reset)
     print(f"{folder}: {len(planned.tensors)} tensors in the {planned.layout} layout")
@@ -244,16 +235,14 @@ def _verify(planned, folder: Path) -> int:
     return 0
 
 
-def _tokenizer(option: str | None, trained) -> Path | None:
-    """Return the folder of the tokenizer to copy; None for none."""
-    return None if option == "none" else _tokenizer_folder(option, option or trained.tokenizer)
-
-
-def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
-    if folder is None or not (Path(folder) / "tokenizer.json").is_file():
+def _tokenizer(typed: str | None, own: str | None) -> Path | None:
+    """Return the folder of the tokenizer to copy: --tokenizer, else the checkpoint's own; None for none."""
+    if typed == "none":
+        return None
+    if (folder := typed or own) is None or not (Path(folder) / "tokenizer.json").is_file():
         raise mistake(
             "--tokenizer",
-            option,
+            typed,
             problem=f"{folder} has no tokenizer.json" if folder else "the checkpoint names no tokenizer",
             allowed="a folder with tokenizer.json, or none",
             fix="--tokenizer FOLDER, or --tokenizer none",
@@ -261,23 +250,31 @@ def _tokenizer_folder(option: str | None, folder: str | None) -> Path:
     return Path(folder)
 
 
-def _roundtrip(options: argparse.Namespace) -> int:
+@command("checkpoint roundtrip", SOURCE, LAYOUT, imports_large_packages=True)
+def roundtrip(options: argparse.Namespace) -> int:
+    """Import, export and compare every tensor, in a temporary folder (TMPDIR) of twice the weights' bytes.
+
+    Tensors are read and written in pieces: a model of any size needs little memory.
+
+    examples:
+      zaya checkpoint roundtrip Zyphra/ZAYA1-base --layout legacy
+
+    Exit codes: 0, 1 the comparison failed, 2 a mistake on the command line or in the files.
+    """
     published = resolve(options.model)
     prepare_torch()
     from zaya_plugin.checkpoint.convert import exporting, verification
     from zaya_plugin.checkpoint.convert.importing import import_model, open_source
 
     source = open_source(published, name=options.model)
-    for note in source.notes:
-        print(f"note: {note}")
+    _print_notes(source.notes)
     with tempfile.TemporaryDirectory() as temporary:
         directory, output = Path(temporary, "checkpoint"), Path(temporary, "export")
         with bar("import") as shown:
             folder = import_model(source, directory, shown.update, shown.reset)
         imported = reading.begin(folder, compare=False)  # every tensor is compared below
         planned = exporting.plan(exporting.open_checkpoint(imported), options.layout)
-        for change in planned.changes:
-            print(f"note: {change}")
+        _print_notes(planned.changes)
         with bar("export") as shown:
             exporting.export_model(planned, output, shown.update, shown.reset)
         if different := verification.differences(source, open_source(output)):

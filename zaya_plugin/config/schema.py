@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, 
 from functools import reduce
 from typing import Any
 
-from omegaconf import MISSING
-
 from hip_ops.versions import KERNELS
+
+MISSING: Any = "???"  # as omegaconf.MISSING, of which processes that compose nothing import nothing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import numpy
 import torch
@@ -151,9 +151,8 @@ class Decoder:
         model, context = self.model, None
         hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
-        for layer, state in zip(model.decoder.layers, states, strict=True):
-            keep = layer.mlp.router.register_forward_hook(self._keep_classes) if self.routed else nullcontext()
-            with keep:  # the hook ends with the layer's pass: the model may have other decoders
+        with self.choices_kept():
+            for layer, state in zip(model.decoder.layers, states, strict=True):
                 hidden, context = layer(
                     hidden_states=hidden,
                     attention_mask=None,
@@ -162,6 +161,14 @@ class Decoder:
                     inference_context=state,
                 )
         return model.decoder.final_layernorm(hidden)
+
+    @contextmanager
+    def choices_kept(self) -> Iterator[None]:
+        """With `routed`, keep the classes that the model's routers choose meanwhile; the model may have other decoders."""
+        with ExitStack() as hooks:
+            for layer in self.model.decoder.layers if self.routed else ():
+                hooks.enter_context(layer.mlp.router.register_forward_hook(self._keep_classes))
+            yield
 
     def _keep_classes(self, router, inputs, routed: tuple[Tensor, ...]) -> None:
         self.chosen.append(routed[1].to(torch.int16).cpu())

@@ -161,14 +161,15 @@ def perplexity(
     routed: list[tuple[list[int], numpy.ndarray]] = []
     with bar(name, len(numbers), " sequences") as shown:
         for batch, of_chats in rows.batches(batch_size, numbers):
-            loss, tokens = summed_loss(
-                opened.decoder.model,
-                batch,
-                eod=eod if separate else None,
-                reset_positions=reset,
-                packed=packed,
-                marks=of_chats,
-            )
+            with opened.decoder.choices_kept():
+                loss, tokens = summed_loss(
+                    opened.decoder.model,
+                    batch,
+                    eod=eod if separate else None,
+                    reset_positions=reset,
+                    packed=packed,
+                    marks=of_chats,
+                )
             total, count = total + loss, count + tokens
             if opened.routed:
                 inputs = enumerate(batch[:, :-1].tolist())

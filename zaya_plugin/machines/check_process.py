@@ -8,8 +8,6 @@ It receives checks (checks.Check) from a connection and sends messages: ("ready"
 while a check runs, ("outcome", fields of an Outcome). Everything that a check prints goes to the log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

@@ -7,8 +7,6 @@ calls the row's function and returns its Outcome; examination.py prints and writ
 A new check is a row and its function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +67,12 @@ class Setting:
     @property
     def on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def on_rocm(self) -> bool:
+        import torch
+
+        return not self.on_cpu and torch.version.hip is not None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ The ranks meet through a file in the folder, so no port is needed; rank 0 writes
 of the rank's device, its rank by default; with ranks on two nodes (`zaya verify --nodes`) the two differ.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

@@ -3,8 +3,6 @@
 No torch import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,13 +31,12 @@ REPAIRED = "2.11"  # torch, whose watchdog before that ended the process by SIGA
 class RanksFailed(RuntimeError):
     """The ranks have failed or were killed.
 
-    log: the last lines of the first failing rank. code: its exit code, negative for a signal; None: it was killed at
-    the time limit. refused: the error by which the runtime refused a capture, or None.
+    log: of the first failing rank. code: its exit code, negative for a signal; None: it was killed at the time limit.
     """
 
-    def __init__(self, text: str, log: str, code: int | None = None, refused: str | None = None):
+    def __init__(self, text: str, log: str, code: int | None = None):
         super().__init__(text)
-        self.log, self.code, self.refused = log, code, refused
+        self.log, self.code = log, code
 
 
 def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[str, Any]:
@@ -53,13 +50,11 @@ def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
     killed = [rank for rank, code in enumerate(codes) if code is None]
     if failed := [rank for rank, code in enumerate(codes) if code] or killed:
         rank, code = failed[0], codes[failed[0]]
-        text = logs[rank].read_text(errors="replace")
-        log = end_of(text)
+        log = logs[rank].read_text(errors="replace")
         if code is None:
-            raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {killed} were killed", log)
+            raise RanksFailed(f"not done in {limit_s:.0f} s; ranks {killed} were killed", log, code)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        refused = (match[1] or match[2]) if (match := REFUSED.search(text)) else None
-        raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log, code, refused)
+        raise RanksFailed(f"rank {rank} {how}: {last_line(log)}", log, code)
     return json.loads((folder / RESULT).read_text())
 
 
@@ -83,7 +78,7 @@ def graph_capture(setting: Setting) -> Outcome:
     try:
         result = run_ranks("graph_capture", setting, ranks, START_S + CAPTURE_S)
     except RanksFailed as error:
-        result, log, refused = {"wrong": [str(error)]}, error.log, refusal(error)
+        result, log, refused = {"wrong": [str(error)]}, end_of(error.log), refusal(error)
     if result["wrong"]:
         state, overrides, advice = without_graphs(setting, refused)
         return Outcome(state, f"{result['wrong'][0]}{advice}", result, expected, overrides, log)
@@ -96,11 +91,10 @@ def refusal(error: RanksFailed) -> str | None:
 
     A signal is another failure, except for the abort by the watchdog of a torch before REPAIRED.
     """
-    if error.refused is None or error.code is None:
-        return None
     torch = distribution_version("torch")
     aborted = error.code == -signal.SIGABRT and before(torch, REPAIRED)
-    return f"torch {torch}: {error.refused}" if error.code > 0 or aborted else None
+    match = REFUSED.search(error.log) if aborted or (error.code or 0) > 0 else None
+    return f"torch {torch}: {match[1] or match[2]}" if match else None
 
 
 def without_graphs(setting: Setting, refused: str | None) -> tuple[str, dict[str, str], str]:
@@ -124,7 +118,7 @@ def all_reduce(setting: Setting) -> Outcome:
     try:
         result = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
     except RanksFailed as error:
-        return Outcome("wrong", str(error), traceback=error.log)
+        return Outcome("wrong", str(error), traceback=end_of(error.log))
     return judged(result, machine_of(setting.name), ranks, setting)
 
 

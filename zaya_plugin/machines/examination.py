@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run checks on this machine, print each result as a line of the page, and keep all of them as one record (JSON)."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from zaya_plugin.machines.check_process import CheckProcess
 from zaya_plugin.machines.checks import STATES, Check
 
 SCHEMA = "zaya verify/2"
+# Those of the environment that a record keeps.
+VARIABLES = re.compile(r"^(HSA|HIP|ROC|GPU|NCCL|RCCL|TORCH|PYTORCH|CUDA|TRITON|MIOPEN|NVTE|LD_|OMP|PRIMUS|ZAYA)")
 WIDTH = 100  # of a reason on the page; the record has all of it
 
 
@@ -40,14 +41,9 @@ def header(command: str) -> dict[str, Any]:
 
 
 def examine(
-    checks: Sequence[Check],
-    command: str,
-    device: str = "auto",
-    storage: Path = Path("."),
-    output: Path | None = None,
-    prints: bool = False,
+    checks: Sequence[Check], command: str, device: str = "auto", storage: Path = Path("."), output: Path | None = None
 ) -> dict[str, Any]:
-    """Run `checks` and return the record. output: its file, written before each check. prints: each result."""
+    """Run `checks` and return the record. output: its file, written before each check; with it each result is printed."""
     from tqdm import tqdm
 
     record: dict[str, Any] = header(command) | {"running": "", "machine": {}, "checks": []}
@@ -82,7 +78,7 @@ def examine(
                 record["machine"] = process.machine or record["machine"]
                 entry = {"check": check.name, "seconds": seconds, **secrets.of_data(asdict(outcome))}
                 record["checks"].append(entry)
-                if prints:
+                if output is not None:
                     tqdm.write(row(entry))
                 bar.update()
         finally:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates that a device is expected to reach: those of the cluster recipes (`machine.*`), by the device's name."""
 
-from __future__ import annotations
-
 from zaya_plugin.config.schema import MachineConfig
 from zaya_plugin.plan.known_machine import CPU
 

@@ -4,8 +4,6 @@
 The rules are in package_rules.py and machine_rules.py; known_problems.py collects the facts and applies the rules.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 and error counters, and a synced write.
 """
 
-from __future__ import annotations
-
 import re
 import resource
 import shutil

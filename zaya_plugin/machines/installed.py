@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `zaya doctor`: packages, hosts, devices, kernels and host changes; known_problems.py has the rules."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -167,18 +165,13 @@ def kernels(setting: Setting) -> Outcome:
     from hip_ops.runtime.operator import report
 
     figures: dict[str, list[str]] = {}
-    for name in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+    for name in ["cpu"] + ["cuda"] * (not setting.on_cpu):
         try:
             figures[name] = report(name, check=False)
         except ValueError as error:
             figures[name] = [str(error)]
-    target = "gfx942"
-    if torch.version.hip and torch.cuda.is_available():
-        try:
-            target = target_of(torch.device("cuda", 0))
-        except ValueError:  # the lines of the device name the architecture
-            target = ""
-    if target:
+    target = answer(lambda: target_of(torch.device("cuda", 0))) if setting.on_rocm else "gfx942"
+    if not is_unknown(target):  # the lines of the device name another architecture
         figures[target] = [f"library of hip: {library_note(target)}", f"kernels of triton: {objects_note(target)}"]
     details = [f"{name:4}  {line}" for name, lines in figures.items() for line in lines]
     return Outcome("pass", "hip_ops; details: `python -m hip_ops info`", figures, details=details)

@@ -5,8 +5,6 @@ The rules are tables (package_rules.py, machine_rules.py). They read facts alone
 with facts that have its problem and facts that nearly have it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -3,12 +3,11 @@
 training. The losses are in the run's metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 
 from zaya_plugin.bench.random_tokens import RandomSamples, RandomTokens
+from zaya_plugin.hosts import worker
 from zaya_plugin.machines.short_training import DEMO_VOCABULARY
 
 
@@ -28,8 +27,6 @@ class SkewedTokens(RandomTokens):
 
 
 def train(recipe, rank: int, world_size: int, console) -> None:
-    from zaya_plugin.hosts import worker
-
     worker.prepare(recipe)
     import torch
 
@@ -52,11 +49,5 @@ def train(recipe, rank: int, world_size: int, console) -> None:
         torch.distributed.destroy_process_group()
 
 
-def main(argv: list[str]) -> int:
-    from zaya_plugin.hosts import worker
-
-    return worker.main(argv, train)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(worker.main(sys.argv[1:], train))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known problems of a machine: devices, drivers, HIP and RCCL, environment variables, limits and file systems."""
 
-from __future__ import annotations
-
 from zaya_plugin.machines.facts import GITHUB, INSTINCT, PRIMUS, Facts, Rule
 
 HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"

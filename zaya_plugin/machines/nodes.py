@@ -6,8 +6,6 @@ This process starts one program a node, by srun, by the user's launcher, or on t
 files in nodes/ in the folder of the record, which all nodes share.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -15,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -100,8 +99,12 @@ def examine_nodes(options: argparse.Namespace, checks: Sequence[Check], storage:
     variables = recipe_variables(options.overrides)
     for key, value in ({"--storage": storage, "--output": folder} | variables).items():
         if launcher and shlex.quote(str(value)) != str(value):
-            allowed = "text without blanks and quotes, because ssh and its like give it to a shell"
-            raise mistake(key, value, problem="cannot be passed to another node", allowed=allowed)
+            raise mistake(
+                key,
+                value,
+                problem="cannot be passed to another node",
+                allowed="text without blanks and quotes, because ssh and its like give it to a shell",
+            )
     program = [sys.executable, "-m", "zaya_plugin.cli", "verify", *words, "--output"]
     commands = [on(launcher, name) + [*program, str(records[name])] for name in names]
     if options.dry_run:
@@ -199,20 +202,29 @@ def nodes_and_launcher(options: argparse.Namespace, environ: Mapping[str, str]) 
         words = shlex.split(launcher)
     except ValueError as error:
         raise mistake("--launcher", launcher, problem=f"cannot be read ({error})", fix="ssh {node}") from None
+    own = environ.get("SLURM_JOB_NODELIST", socket.gethostname())
+    nodes = own if options.nodes is True else options.nodes  # True: --nodes without names
     try:
-        names = sorted(set(node_names(options.nodes)))
+        names = sorted(set(node_names(nodes)))
     except ValueError as error:
-        raise mistake("--nodes", options.nodes, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
+        raise mistake("--nodes", nodes, problem=f"cannot be read ({error})", allowed="n[1-3,08],m1") from None
     for name in names:
         if NODE_NAME.fullmatch(name) is None:
             raise mistake("--nodes", name, problem="not a valid node name", allowed="letters, digits, - _ and .")
     if len(names) > 1 and not words:
-        problem = "is required for several nodes outside of SLURM"
-        raise mistake("--launcher", problem=problem, allowed="words with {node}", fix="--launcher 'ssh {node}'")
-    if options.launcher is not None and ("{node}" not in launcher or shutil.which(words[0]) is None):
-        problem = f"no such program: {words[0]}" if "{node}" in launcher else "must name {node}"
         raise mistake(
-            "--launcher", launcher, problem=problem, allowed="a program of this machine and {node}", fix="'ssh {node}'"
+            "--launcher",
+            problem="is required for several nodes outside of SLURM",
+            allowed="words with {node}",
+            fix="--launcher 'ssh {node}'",
+        )
+    if options.launcher is not None and ("{node}" not in launcher or shutil.which(words[0]) is None):
+        raise mistake(
+            "--launcher",
+            launcher,
+            problem=f"no such program: {words[0]}" if "{node}" in launcher else "must name {node}",
+            allowed="a program of this machine and {node}",
+            fix="'ssh {node}'",
         )
     return names, words
 

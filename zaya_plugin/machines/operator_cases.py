@@ -5,17 +5,18 @@ A case repeats what the model passes (zaya_plugin/model/), in bf16 with an fp32 
 backward pass that a forward pass saves come from its reference.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hip_ops.newton_schulz_form import newton_schulz_flops
+from hip_ops.ops.linear_cross_entropy.passes import parts_for
 from hip_ops.ops.newton_schulz.plan import coefficient_triples, make_plan
+from hip_ops.saved_bytes import parts_of_exponentials
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -74,67 +75,57 @@ def _reference(folder: str, name: str, *arguments):
     return getattr(importlib.import_module(f"hip_ops.ops.{folder}.reference"), name)(*arguments)
 
 
-def _norm(scaled: bool, backward: bool, centered: bool) -> Callable:
+def _norm(sizes: Sizes, device: torch.device, scaled: bool, backward: bool, centered: bool) -> tuple:
     """scaled: ZAYA's merge, else the plain one. centered: LayerNorm, else RMSNorm."""
-
-    def make(sizes: Sizes, device: torch.device) -> tuple:
-        shape, h = (sizes.rows, sizes.batch, sizes.hidden), sizes.hidden
-        of_stream = FP32 if scaled else BF16  # as the fast kernels take it
-        output, residual = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
-        *merge, weight = (_normal(device, h, scale=0.3, mean=mean) for mean in (0, 1, 0, 1, 1))
-        vectors = (*(merge if scaled else [None] * 4), weight)
-        inputs = (output, residual, *vectors, _normal(device, h) if centered else None, 1e-5)
-        if not backward:
-            return inputs
-        _, new_residual, mean, rstd = _reference("rms_norm", "merge_norm", *inputs)
-        upstream = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
-        rows = (output, residual) if scaled else (None, new_residual)
-        return *upstream, *rows, mean if centered else None, rstd, *vectors, BF16
-
-    return make
+    shape, h = (sizes.rows, sizes.batch, sizes.hidden), sizes.hidden
+    of_stream = FP32 if scaled else BF16  # as the fast kernels take it
+    output, residual = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
+    *merge, weight = (_normal(device, h, scale=0.3, mean=mean) for mean in (0, 1, 0, 1, 1))
+    vectors = (*(merge if scaled else [None] * 4), weight)
+    inputs = (output, residual, *vectors, _normal(device, h) if centered else None, 1e-5)
+    if not backward:
+        return inputs
+    _, new_residual, mean, rstd = _reference("rms_norm", "merge_norm", *inputs)
+    upstream = _normal(device, *shape), _normal(device, *shape, dtype=of_stream)
+    rows = (output, residual) if scaled else (None, new_residual)
+    return *upstream, *rows, mean if centered else None, rstd, *vectors, BF16
 
 
-def _prologue(backward: bool) -> Callable:
-    def make(sizes: Sizes, device: torch.device) -> tuple:
-        d, groups, s, b = sizes.head_dim, sizes.groups, sizes.rows, sizes.batch
-        channels, values = (sizes.heads + groups) * d, groups * d
-        angles = torch.rand(s, 1, d // 4, device=device) * 6.0
-        inputs = (
-            _normal(device, s, b, channels + values),
-            _normal(device, channels, 1, 2),
-            _normal(device, channels, scale=0.3),
-            _normal(device, channels, d, 2, scale=(2 * d) ** -0.5),
-            _normal(device, channels, scale=0.3),
-            _normal(device, groups, scale=0.3, mean=1.0),
-            torch.cat((angles.cos(), angles.sin()), dim=-1),
-            *(None, None, None),
-        )
-        sizes_of = (groups, values // 2)
-        if not backward:
-            return *inputs, *sizes_of
-        query, key, value, inverse_norm = _reference("cca_prologue", "cca_prologue", *inputs, *sizes_of)
-        upstream = (_normal(device, *tensor.shape) for tensor in (query, key, value))
-        return *upstream, *inputs, query, key, inverse_norm, *sizes_of
-
-    return make
+def _prologue(sizes: Sizes, device: torch.device, backward: bool) -> tuple:
+    d, groups, s, b = sizes.head_dim, sizes.groups, sizes.rows, sizes.batch
+    channels, values = (sizes.heads + groups) * d, groups * d
+    angles = torch.rand(s, 1, d // 4, device=device) * 6.0
+    inputs = (
+        _normal(device, s, b, channels + values),
+        _normal(device, channels, 1, 2),
+        _normal(device, channels, scale=0.3),
+        _normal(device, channels, d, 2, scale=(2 * d) ** -0.5),
+        _normal(device, channels, scale=0.3),
+        _normal(device, groups, scale=0.3, mean=1.0),
+        torch.cat((angles.cos(), angles.sin()), dim=-1),
+        *(None, None, None),
+    )
+    sizes_of = (groups, values // 2)
+    if not backward:
+        return *inputs, *sizes_of
+    query, key, value, inverse_norm = _reference("cca_prologue", "cca_prologue", *inputs, *sizes_of)
+    upstream = (_normal(device, *tensor.shape) for tensor in (query, key, value))
+    return *upstream, *inputs, query, key, inverse_norm, *sizes_of
 
 
-def _router(backward: bool) -> Callable:
-    def make(sizes: Sizes, device: torch.device) -> tuple:
-        n, r, c = sizes.tokens, sizes.router, sizes.experts + 1
-        projected, previous = _normal(device, n, r), _normal(device, n, r)
-        gamma, b_down, w_norm = _normal(device, r), _normal(device, r), _normal(device, r, scale=0.25, mean=1.0)
-        w1, w2 = (_normal(device, r, r, scale=r**-0.5) for _ in range(2))
-        b1, b2 = (_normal(device, r, scale=0.25) for _ in range(2))
-        w_out, biases = _normal(device, c, r, scale=0.5), _normal(device, c, scale=1 / 16, dtype=FP32)
-        inputs = (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, None, 1e-5, c - 1)
-        if not backward:
-            return inputs
-        state, weights, ids, hidden1, hidden2, logits, _ = _reference("router_mlp", "router_mlp", *inputs)
-        saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
-        return torch.randn_like(weights), torch.randn_like(state), *saved, 1e-5, c - 1
-
-    return make
+def _router(sizes: Sizes, device: torch.device, backward: bool) -> tuple:
+    n, r, c = sizes.tokens, sizes.router, sizes.experts + 1
+    projected, previous = _normal(device, n, r), _normal(device, n, r)
+    gamma, b_down, w_norm = _normal(device, r), _normal(device, r), _normal(device, r, scale=0.25, mean=1.0)
+    w1, w2 = (_normal(device, r, r, scale=r**-0.5) for _ in range(2))
+    b1, b2 = (_normal(device, r, scale=0.25) for _ in range(2))
+    w_out, biases = _normal(device, c, r, scale=0.5), _normal(device, c, scale=1 / 16, dtype=FP32)
+    inputs = (projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, None, 1e-5, c - 1)
+    if not backward:
+        return inputs
+    state, weights, ids, hidden1, hidden2, logits, _ = _reference("router_mlp", "router_mlp", *inputs)
+    saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
+    return torch.randn_like(weights), torch.randn_like(state), *saved, 1e-5, c - 1
 
 
 def _ids(sizes: Sizes, device: torch.device, skipping: bool) -> Tensor:
@@ -152,13 +143,10 @@ def _offsets(sizes: Sizes, device: torch.device, skipping: bool) -> Tensor:
     return _reference("expert_permutation", "sort_by_expert", ids, sizes.experts)[3]
 
 
-def _swiglu(backward: bool) -> Callable:
-    def make(sizes: Sizes, device: torch.device) -> tuple:
-        n, f = sizes.tokens, sizes.ffn
-        inputs = _normal(device, n, 2 * f), torch.rand(n, device=device), _offsets(sizes, device, True)
-        return (_normal(device, n, f), *inputs, True) if backward else inputs
-
-    return make
+def _swiglu(sizes: Sizes, device: torch.device, backward: bool) -> tuple:
+    n, f = sizes.tokens, sizes.ffn
+    inputs = _normal(device, n, 2 * f), torch.rand(n, device=device), _offsets(sizes, device, True)
+    return (_normal(device, n, f), *inputs, True) if backward else inputs
 
 
 def _grouped_rows(sizes: Sizes, device: torch.device) -> tuple:
@@ -197,28 +185,19 @@ def _update(sizes: Sizes, device: torch.device) -> tuple:
     return *lists, [0.2 * sizes.hidden**0.5] * sizes.matrices, 6e-4, None, 0.1, None
 
 
-def _head(operator: str) -> Callable:
-    def make(sizes: Sizes, device: torch.device) -> tuple:
-        from hip_ops.ops.linear_cross_entropy.passes import parts_for
-        from hip_ops.saved_bytes import parts_of_exponentials
-
-        logits = _normal(device, sizes.chunk, sizes.classes, scale=2.0)
-        labels, grad = (
-            torch.randint(sizes.classes, (sizes.chunk,), device=device),
-            torch.rand(sizes.chunk, device=device),
-        )
-        folder, parts = "linear_cross_entropy", parts_of_exponentials(sizes.classes)
-        if operator == "row_statistics":
-            return logits, labels, 0, parts_for(logits)
-        if operator == "overwrite_with_exponentials":
-            return logits, labels, 0, parts
-        if operator == "overwrite_with_gradient":
-            statistics = _reference(folder, "row_statistics", logits, labels, 0, 1)
-            return logits, labels, 0, _reference(folder, "combined", statistics)[0], grad, 0.0
-        statistics = _reference(folder, "overwrite_with_exponentials", logits, labels, 0, parts)
-        return logits, labels, 0, statistics, 0, parts, grad, 0.0
-
-    return make
+def _head(sizes: Sizes, device: torch.device, operator: str) -> tuple:
+    logits = _normal(device, sizes.chunk, sizes.classes, scale=2.0)
+    labels, grad = (torch.randint(sizes.classes, (sizes.chunk,), device=device), torch.rand(sizes.chunk, device=device))
+    folder, parts = "linear_cross_entropy", parts_of_exponentials(sizes.classes)
+    if operator == "row_statistics":
+        return logits, labels, 0, parts_for(logits)
+    if operator == "overwrite_with_exponentials":
+        return logits, labels, 0, parts
+    if operator == "overwrite_with_gradient":
+        statistics = _reference(folder, "row_statistics", logits, labels, 0, 1)
+        return logits, labels, 0, _reference(folder, "combined", statistics)[0], grad, 0.0
+    statistics = _reference(folder, "overwrite_with_exponentials", logits, labels, 0, parts)
+    return logits, labels, 0, statistics, 0, parts, grad, 0.0
 
 
 def _rows_of_embedding(sizes: Sizes, device: torch.device) -> tuple:
@@ -243,7 +222,7 @@ NORM_ULPS = {"add_rms_norm": 2.5, "add_layer_norm": 4.0}
 CASES = {
     **{
         f"{merge}_{kind}{suffix}": Case(
-            _norm(merge == "scaled_residual", bool(suffix), kind == "layer_norm"),
+            partial(_norm, scaled=merge == "scaled_residual", backward=bool(suffix), centered=kind == "layer_norm"),
             ulps=NORM_ULPS.get(f"{merge}_{kind}{suffix}", 2.0),
             operator=f"merge_norm{suffix}",
         )
@@ -251,15 +230,15 @@ CASES = {
         for suffix in ("", "_backward")
         for merge in ("add", "scaled_residual")
     },
-    "cca_prologue": Case(_prologue(False), ulps=12.0),  # it rounds between the convolutions
-    "cca_prologue_backward": Case(_prologue(True), ulps=12.0),
+    "cca_prologue": Case(partial(_prologue, backward=False), ulps=12.0),  # it rounds between the convolutions
+    "cca_prologue_backward": Case(partial(_prologue, backward=True), ulps=12.0),
     # it rounds between the products: 12.4 ULP backward on an H200
-    "router_mlp": Case(_router(False), ulps=25.0, chooses=True),
-    "router_mlp_backward": Case(_router(True), ulps=25.0),
+    "router_mlp": Case(partial(_router, backward=False), ulps=25.0, chooses=True),
+    "router_mlp_backward": Case(partial(_router, backward=True), ulps=25.0),
     "sort_by_expert": Case(lambda sizes, device: (_ids(sizes, device, True), sizes.experts)),
     "gather_rows": Case(_gathered),
-    "weighted_swiglu": Case(_swiglu(False)),
-    "weighted_swiglu_backward": Case(_swiglu(True)),
+    "weighted_swiglu": Case(partial(_swiglu, backward=False)),
+    "weighted_swiglu_backward": Case(partial(_swiglu, backward=True)),
     "grouped_rows": Case(_grouped_rows, flops=_expert_flops),
     "grouped_outer_": Case(_grouped_outer, flops=_expert_flops),
     "newton_schulz": Case(
@@ -269,10 +248,10 @@ CASES = {
     ),
     "muon_momentum_": Case(_momentum),
     "muon_update_": Case(_update),
-    "row_statistics": Case(_head("row_statistics")),
-    "overwrite_with_gradient": Case(_head("overwrite_with_gradient")),
-    "overwrite_with_exponentials": Case(_head("overwrite_with_exponentials")),
-    "finish_gradient": Case(_head("finish_gradient")),
+    "row_statistics": Case(partial(_head, operator="row_statistics")),
+    "overwrite_with_gradient": Case(partial(_head, operator="overwrite_with_gradient")),
+    "overwrite_with_exponentials": Case(partial(_head, operator="overwrite_with_exponentials")),
+    "finish_gradient": Case(partial(_head, operator="finish_gradient")),
     # each row of fp32 read and written, each row of bf16 read
     "add_rows_": Case(_rows_of_embedding, traffic=lambda sizes: 10.0 * sizes.tokens * sizes.hidden),
     "add_gradient_": Case(_addition),

@@ -7,8 +7,6 @@ err by the size of the terms. Speed is compared with a copy that moves as many b
 of as many operations (hipBLASLt, cuBLAS).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ No remedy replaces the torch or the Triton of an AMD image: those of PyPI are ot
 image's (tests/machines/test_known_problems.py).
 """
 
-from __future__ import annotations
-
 from zaya_plugin import compat
 from zaya_plugin.machines.facts import GITHUB, IMPORT_ERRORS, INSTINCT, PRIMUS, Facts, Rule, before
 

@@ -3,8 +3,6 @@
 several nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ the CPU's generators, seeded just before (loss_rank.py), so they are the same on
 devices: on one H200 the ten losses differed by at most 1.3e-7 (2026-11-23).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -17,11 +15,11 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.config.compose import compose
 from zaya_plugin.ground import metrics_file
 from zaya_plugin.machines.checks import Outcome, Setting, end_of, last_line
 from zaya_plugin.machines.expected import RUN_ON, described
@@ -82,7 +80,6 @@ STEP_ON_CPU = (
 
 def losses_of(setting: Setting, run_dir: Path) -> tuple[int, list[float], str]:
     """Train DEMO_RECIPE; return the exit code, the loss of each step, and the output of the launcher."""
-    from zaya_plugin.config.compose import compose
     from zaya_plugin.config.run_directory import keep_recipe, make_writable
     from zaya_plugin.run import launch, rank_plan, surroundings
 
@@ -128,16 +125,13 @@ def step(setting: Setting) -> Outcome:
     output = setting.folder / "step"
     words = STEP_ON_CPU if setting.on_cpu else words_on_gpu(setting)
     setting.say(" ".join(word for word in words if "layers" in word or "nproc" in word))
-    done = bench(("--steps=2", "--warmup=2", "--no-trace", f"--output={output}", *words))
+    command = [sys.executable, "-m", "zaya_plugin.cli", "bench", "step", *words]
+    command += ["--steps=2", "--warmup=2", "--no-trace", f"--output={output}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode or not (output / "step.json").is_file():
         return Outcome("wrong", last_line(done.stdout), {"words": words}, traceback=end_of(done.stdout))
     record = json.loads((output / "step.json").read_text())
     return judged(record, read_losses(output), setting)
-
-
-def bench(words: Sequence[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "zaya_plugin.cli", "bench", "step", *words]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
 
 
 def words_on_gpu(setting: Setting) -> tuple[str, ...]:
@@ -145,7 +139,6 @@ def words_on_gpu(setting: Setting) -> tuple[str, ...]:
     import torch
 
     from zaya_plugin.bench.options import VOCABULARY
-    from zaya_plugin.config.compose import compose
     from zaya_plugin.plan.recipe_plan import plan_of
 
     cluster = recipe_of(setting.name).cluster.name

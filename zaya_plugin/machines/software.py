@@ -3,29 +3,33 @@
 and the code that has been compiled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from hip_ops.ops.rms_norm.reference import affine_rms_norm
+from hip_ops.runtime import build, choice, code_objects, launchers
+from hip_ops.runtime import hazards as scanner
+from hip_ops.runtime.compiled import compile_function
+from hip_ops.runtime.compilers import AMD_ARCHITECTURES, find_compiler
+from hip_ops.runtime.launch import on
 from hip_ops.runtime.rocm import find_program, rocm_roots, torch_is_built_for
+from hip_ops.versions import NOT_RUN, VERSIONS
 from zaya_plugin.ground import secrets
 from zaya_plugin.ground.mounts import ROOT
 from zaya_plugin.machines import installed
 from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.examination import VARIABLES
 from zaya_plugin.machines.hardware import limits
 from zaya_plugin.machines.installed import UNKNOWN, answer
 from zaya_plugin.plan.known_machine import machine_of
 
-if TYPE_CHECKING:
-    import torch
-
-TARGET = "gfx942"
+TARGET, FIRST_DEVICE = "gfx942", torch.device("cuda", 0)
 COMMAND_S = 20  # of a tool of the driver; amd-smi waits for ever for a device that hangs
 COMMANDS = (
     ("amd-smi", "version"),
@@ -38,7 +42,6 @@ FIRMWARE_FILES = (
     "class/drm/card*/device/vbios_version",
     "class/drm/card*/device/fw_version/*",
 )
-VARIABLES = re.compile(r"^(HSA|HIP|ROC|GPU|NCCL|RCCL|TORCH|PYTORCH|CUDA|TRITON|MIOPEN|NVTE|LD_|OMP|PRIMUS|ZAYA)")
 # Each can hide devices from torch.
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 MAX_OBJECTS = 400  # of Triton's cache, the newest; one takes a tenth of a second
@@ -48,14 +51,7 @@ def environment(setting: Setting) -> Outcome:
     """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is
     not the verified one.
     """
-    import torch
-
-    from hip_ops.runtime.build import library_note
-    from hip_ops.runtime.code_objects import objects_note
-    from hip_ops.runtime.launchers import mapped_runtimes, own_maps
-
-    has_hip = setting.device == "cuda" and torch.version.hip is not None
-    target = answer(first_target) if has_hip else TARGET
+    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else TARGET
     figures: dict[str, Any] = {
         "devices": installed.torch_devices(),
         "packages": installed.versions(),
@@ -69,17 +65,17 @@ def environment(setting: Setting) -> Outcome:
         "firmware_files": files_below(Path("/sys"), FIRMWARE_FILES),
         "limits": limits(ROOT),
         "variables": secrets.of_data({k: v for k, v in os.environ.items() if VARIABLES.match(k)}),
-        "library": answer(lambda: library_note(target)),
-        "objects": answer(lambda: objects_note(target)),
+        "library": answer(lambda: build.library_note(target)),
+        "objects": answer(lambda: code_objects.objects_note(target)),
         "code_objects": answer(lambda: code_object_hashes(target)),
     }
-    if has_hip:
+    if setting.on_rocm:
         figures["loaded"] = answer(load_library)
-    figures["hip_runtimes"] = [str(path) for path in mapped_runtimes(own_maps())]
-    failures = devices_problem(setting), runtime_problem(torch.version.hip, own_maps()), library_problem()
+    figures["hip_runtimes"] = [str(path) for path in launchers.mapped_runtimes(launchers.own_maps())]
+    failures = devices_problem(setting), runtime_problem(torch.version.hip, launchers.own_maps()), library_problem()
     problems = [*filter(None, failures)]
     text = f"{figures['devices']['built_for']}, torch {torch.__version__}"
-    text += f", library {figures['loaded']}" if has_hip else ""
+    text += f", library {figures['loaded']}" if setting.on_rocm else ""
     return Outcome("wrong" if problems else "pass", "; ".join(problems) or text, figures)
 
 
@@ -89,8 +85,6 @@ def devices_problem(setting: Setting) -> str | None:
     A machine that a cluster recipe names must have the recipe's number of devices, or as many as the shortest list in
     the VISIBLE variables.
     """
-    import torch
-
     if setting.chosen == "cpu":
         return None
     if setting.on_cpu:
@@ -111,13 +105,11 @@ def runtime_problem(hip: str | None, maps: str) -> str | None:
     """Say what is wrong with the HIP runtimes in `maps`, the text of /proc/self/maps, or return None. hip:
     torch.version.hip.
     """
-    from hip_ops.runtime.launchers import linked_major, mapped_runtimes, the_runtime
-
     if hip is None:
-        mapped = mapped_runtimes(maps)
+        mapped = launchers.mapped_runtimes(maps)
         return f"torch is not built for ROCm, and this process has mapped {mapped[0]}" if mapped else None
     try:
-        the_runtime(hip, maps, linked_major())
+        launchers.the_runtime(hip, maps, launchers.linked_major())
     except ValueError as error:
         return str(error)
     return None
@@ -127,18 +119,14 @@ def library_problem() -> str | None:
     """Say why a shipped library, or shipped objects, cannot be used, or return None; HIP_OPS_LIBRARY=source is not a
     problem.
     """
-    from hip_ops.runtime.build import LIBRARY_VARIABLE, MANIFEST, shipped, shipped_folder
-    from hip_ops.runtime.code_objects import OBJECTS_MANIFEST, shipped_objects
-    from hip_ops.runtime.compilers import AMD_ARCHITECTURES
-
-    if os.environ.get(LIBRARY_VARIABLE) == "source":
+    if os.environ.get(build.LIBRARY_VARIABLE) == "source":
         return None
-    kinds = ((MANIFEST, shipped), (OBJECTS_MANIFEST, shipped_objects))
+    kinds = ((build.MANIFEST, build.shipped), (code_objects.OBJECTS_MANIFEST, code_objects.shipped_objects))
     answers = (
         why_not(target)[1]
         for target in AMD_ARCHITECTURES
         for manifest, why_not in kinds
-        if (shipped_folder(target) / manifest).is_file()
+        if (build.shipped_folder(target) / manifest).is_file()
     )
     return next(filter(None, answers), None)
 
@@ -147,35 +135,23 @@ def load_library() -> str:
     """Load the kernels' library and the objects of Triton kernels on the first device, which maps what they need; return
     the target, whether the library is the shipped one or which one was built, and whether the shipped objects run.
     """
-    import torch
-
-    from hip_ops.runtime.code_objects import loaded_objects, shipped_objects
-    from hip_ops.runtime.launch import on
-    from hip_ops.runtime.launchers import identity, library, target_of
-
-    device = torch.device("cuda", 0)
-    library(target := target_of(device))
-    loaded = identity(device) or ""
-    with on(device):
-        objects = loaded_objects(device)
-    text = "objects as shipped" if objects else shipped_objects(target)[1]
+    launchers.library(target := launchers.target_of(FIRST_DEVICE))
+    loaded = launchers.identity(FIRST_DEVICE) or ""
+    with on(FIRST_DEVICE):
+        objects = code_objects.loaded_objects(FIRST_DEVICE)
+    text = "objects as shipped" if objects else code_objects.shipped_objects(target)[1]
     return f"{target} {'as shipped' if loaded.startswith('shipped') else loaded}, {text}"
 
 
 def compiler_of(target: str) -> str:
-    from hip_ops.runtime.compilers import find_compiler
-
     compiler = find_compiler(target)
     return f"{compiler.program}: {compiler.version.splitlines()[0]}"
 
 
 def code_object_hashes(target: str) -> list[str]:
     """Return the sha256 of every code object in the library that ships for `target`."""
-    from hip_ops.runtime.build import LIBRARY, shipped_folder
-    from hip_ops.runtime.hazards import code_objects
-
-    content = (shipped_folder(target) / LIBRARY).read_bytes()
-    return [hashlib.sha256(part).hexdigest() for part in code_objects(content)]
+    content = (build.shipped_folder(target) / build.LIBRARY).read_bytes()
+    return [hashlib.sha256(part).hexdigest() for part in scanner.code_objects(content)]
 
 
 def output_of(words: tuple[str, ...]) -> str:
@@ -202,16 +178,12 @@ def hazards(setting: Setting) -> Outcome:
     compiled on this machine, for hip_ops and for torch.compile. The reason names the setting with which a bad kernel is
     not used. On ROCm a formula is compiled first; without a kernel of torch.compile the check is skipped.
     """
-    from hip_ops.runtime import hazards as scanner
-    from hip_ops.runtime.build import LIBRARY, shipped_folder
-
-    has_hip = setting.device == "cuda" and on_rocm()
-    failure = answer(lambda: compile_formula(first_device())) if has_hip else None
+    failure = answer(lambda: compile_formula(FIRST_DEVICE)) if setting.on_rocm else None
     failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
-    target = answer(first_target) if has_hip else TARGET
-    folder = shipped_folder(target if shipped_folder(target).is_dir() else TARGET)
-    shipped = [folder / LIBRARY, *sorted(folder.glob("*.hsaco"))]
+    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else TARGET
+    folder = build.shipped_folder(target if build.shipped_folder(target).is_dir() else TARGET)
+    shipped = [folder / build.LIBRARY, *sorted(folder.glob("*.hsaco"))]
     files = [*shipped, *objects[:MAX_OBJECTS]]
     folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))
     figures: dict[str, Any] = {"folders": folders, "of_torch_compile": compiled, "violations": {}, "unreadable": {}}
@@ -239,39 +211,15 @@ def hazards(setting: Setting) -> Outcome:
         text = f"{len(bad)} of {text}: {first}: {problem[0] if isinstance(problem, list) else problem}"
         text += "".join(f"; without it: {name}={value}" for name, value in overrides.items())
     # Without a kernel of torch.compile, which a step on ROCm runs, this check has not read all that runs.
-    state = "wrong" if bad else "skipped" if has_hip and not compiled else "pass"
+    state = "wrong" if bad else "skipped" if setting.on_rocm and not compiled else "pass"
     return Outcome(state, text, figures, overrides=overrides)
-
-
-def first_device() -> torch.device:
-    import torch
-
-    return torch.device("cuda", 0)
-
-
-def first_target() -> str:
-    from hip_ops.runtime.launchers import target_of
-
-    return target_of(first_device())
-
-
-def on_rocm() -> bool:
-    import torch
-
-    return torch.version.hip is not None
 
 
 def compile_formula(device: torch.device) -> None:
     """Compile the scaled embedding and its norm, a formula of the model that has no other version, and its gradients,
     so that torch.compile has made kernels on `device`. Raises ValueError where it is disabled, and what it raises.
     """
-    import torch
-
-    from hip_ops.ops.rms_norm.reference import affine_rms_norm
-    from hip_ops.runtime.choice import missing
-    from hip_ops.runtime.compiled import compile_function
-
-    if problem := missing("compiled", torch.device("cuda"), named=False):
+    if problem := choice.missing("compiled", torch.device("cuda"), named=False):
         raise ValueError(problem)
     embedding = torch.ones(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     vectors = (torch.ones(256, device=device, requires_grad=True) for _ in range(3))
@@ -283,9 +231,6 @@ def compile_formula(device: torch.device) -> None:
 
 def without_kernel(path: Path) -> dict[str, str]:
     """Return the recipe keys with which the kernel in this file does not run; none for a kernel of another package."""
-    from hip_ops.runtime import hazards as scanner
-    from hip_ops.versions import NOT_RUN, VERSIONS
-
     if path.suffix != ".hsaco":
         return {"cluster.kernels": "triton"}  # the shipped library
     if scanner.is_inductors(path):

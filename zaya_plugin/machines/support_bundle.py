@@ -3,8 +3,6 @@
 which cannot know all of them.
 """
 
-from __future__ import annotations
-
 import datetime
 import errno
 import io
@@ -18,8 +16,7 @@ from pathlib import Path
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.secrets import cleaned, of_data
 from zaya_plugin.machines.checks import DOCTOR, DOCTOR_ALL, checks_of
-from zaya_plugin.machines.examination import examine
-from zaya_plugin.machines.software import VARIABLES
+from zaya_plugin.machines.examination import VARIABLES, examine
 
 # Files of a run directory; checkpoints, traces, TensorBoard's and W&B's files are left out.
 PATTERNS = ("recipe.yaml", "*.args", "primus.yaml", "metrics.jsonl", "step.json", "logs/**/*", "bench/step.json")
@@ -38,8 +35,13 @@ def pack(run_dir: Path, record: Path) -> Path:
     Raises ValueError where `run_dir` is not a run's.
     """
     if not (run_dir / "recipe.yaml").is_file():
-        problem = "not a run directory: it has no recipe.yaml"
-        raise mistake("--bundle", run_dir, problem=problem, allowed="the run_dir of a run", fix="--bundle runs/<name>")
+        raise mistake(
+            "--bundle",
+            run_dir,
+            problem="not a run directory: it has no recipe.yaml",
+            allowed="the run_dir of a run",
+            fix="--bundle runs/<name>",
+        )
     target = record.resolve().parent / f"support-{run_dir.resolve().name}.tar.gz"
     left, notes = MAX_BYTES, []
     with tarfile.open(target, "w:gz") as archive:

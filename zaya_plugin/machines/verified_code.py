@@ -3,10 +3,13 @@
 step, and which of it ships as verified bytes.
 """
 
-from __future__ import annotations
-
+import contextlib
 from typing import Any
 
+import torch
+
+from hip_ops.runtime import build, code_objects, launchers, operator
+from hip_ops.versions import VERSIONS
 from zaya_plugin.bench import step_code
 from zaya_plugin.machines.checks import Outcome, Setting
 
@@ -20,7 +23,9 @@ EXPLANATION = (
 def verified_code(setting: Setting) -> Outcome:
     """List the code of the predicted step; on another machine than an AMD one as an MI300X would run it."""
     prediction, (target, versions) = step_code.stored(), running_versions(setting)
-    rows = step_code.by_code(prediction["ms"], versions, library_ships(target), shipped_operators(target))
+    rows = step_code.by_code(
+        prediction["ms"], versions, build.shipped(target)[0] is not None, shipped_operators(target)
+    )
     share = sum(row["share"] for row in rows if row["verified"])
     on = prediction["on"]
     text = (
@@ -40,9 +45,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def operators_of(row: dict) -> str:
-    from hip_ops.versions import VERSIONS
-
+def operators_of(row: dict[str, Any]) -> str:
     names = [source for source in row["of"] if source in VERSIONS]
     return f": {', '.join(names)}" if names else ""
 
@@ -50,35 +53,17 @@ def operators_of(row: dict) -> str:
 def running_versions(setting: Setting) -> tuple[str, dict[str, str]]:
     """Return the AMD target and the version of each operator that gets a call first: on the first device where it is
     AMD's, and otherwise what `auto` takes on a gfx942. An operator without a version has none."""
-    from hip_ops.versions import VERSIONS
-
-    if not setting.on_cpu:
-        import torch
-
-        from hip_ops.runtime.launchers import target_of
-        from hip_ops.runtime.operator import all_operators
-
-        if torch.version.hip:
-            device, versions = torch.device("cuda", 0), {}
-            for operator in all_operators():
-                try:
-                    versions.setdefault(operator.folder, operator.first(device))
-                except ValueError:  # the check `kernels` says why
-                    continue
-            return target_of(device), versions
-    auto = {folder: next(name for name in names if name in ("hip", "triton")) for folder, names in VERSIONS.items()}
-    return DEFAULT_TARGET, auto
-
-
-def library_ships(target: str) -> bool:
-    from hip_ops.runtime.build import shipped
-
-    return shipped(target)[0] is not None
+    if not setting.on_rocm:
+        auto = {folder: next(name for name in names if name in ("hip", "triton")) for folder, names in VERSIONS.items()}
+        return DEFAULT_TARGET, auto
+    device, versions = torch.device("cuda", 0), {}
+    for one in operator.all_operators():
+        with contextlib.suppress(ValueError):  # the check `kernels` says why
+            versions.setdefault(one.folder, one.first(device))
+    return launchers.target_of(device), versions
 
 
 def shipped_operators(target: str) -> frozenset[str]:
     """Return the operators whose Triton kernels run from shipped objects on an AMD target."""
-    from hip_ops.runtime.code_objects import shipped_objects
-
-    objects, _ = shipped_objects(target)
+    objects, _ = code_objects.shipped_objects(target)
     return frozenset(objects.operators if objects else ())

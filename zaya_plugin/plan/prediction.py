@@ -246,14 +246,17 @@ def _timed(step: Prediction, vocabulary: int | None) -> Prediction:
     rows, forward, backward = [], 0.0, 0.0
     for part, speed in source.parts.items():
         done, share = work.get(part, NO_WORK), speed.share
+        passes, bound = speed.layer_pass_seconds * layers, done
+        if speed.weight_share:
+            passes, bound = done.weights / copy / speed.weight_share, replace(done, bytes=done.bytes - done.weights)
         seconds = speed.layer_token_seconds * layers * tokens_of_rank(step.layout, batch)
         if part == "attention" and share:
             share = source.attention.get(recipe.cluster.core_attention, share)
             if not same and machine.attention_tflops:
-                share = done.seconds(gemm, copy) * machine.attention_tflops * 1e12 / done.flops
+                share, passes = done.seconds(gemm, copy) * machine.attention_tflops * 1e12 / done.flops, 0.0
             share *= length_factor(source.attention_length) / length_factor(batch.seq_length)
         if share:
-            seconds = done.seconds(gemm * tiles.get(part, 1.0), copy) / share
+            seconds = bound.seconds(gemm * tiles.get(part, 1.0), copy) / share + passes
         rows.append(
             _row(part, speed.title, seconds, done, done.seconds(gemm, copy) / seconds if share and seconds else None)
         )

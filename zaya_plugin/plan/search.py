@@ -5,8 +5,8 @@ buckets, and instances of the optimizer. No torch import.
 First every layout (context, expert and tensor parallel) is planned with every micro-batch that divides the batch, each
 with the recomputation that the goal takes: of the fastest ones that fit for time, the one that needs least for memory.
 Then buckets and instances are varied, of the best few. Pipeline parallelism is left out, because its idle time is not
-predicted. Settings whose times differ by less than EQUAL_TIME are equal, and the other goal decides between them; so are
-those whose memory differs by less than EQUAL_MEMORY.
+predicted. Settings whose times differ by less than EQUAL_TIME are equal: a layout that records have is then preferred, and
+of those the other goal decides; so are settings whose memory differs by less than EQUAL_MEMORY.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -99,7 +99,7 @@ def _fitting(recipe: Recipe, world: int, source: Source) -> Prediction | None:
 
 def ranked(options: Collection[Prediction], goal: str, own: Recipe) -> list[Prediction]:
     """Return the options, the best one first. own: the recipe as it is; the best option is, of those that are equal in
-    time and memory, the one that changes least of it.
+    time and memory, a recorded layout, and the one that changes least of it.
     """
     time = (lambda step: step.seconds, lambda least: EQUAL_TIME * least)
     memory = (lambda step: step.memory.total, lambda least: EQUAL_MEMORY * own.cluster.memory_gib * GIB)
@@ -107,6 +107,7 @@ def ranked(options: Collection[Prediction], goal: str, own: Recipe) -> list[Pred
     for size, difference in sizes:
         least = min(map(size, equal))
         equal = [step for step in equal if size(step) <= least + difference(least)]
+        equal = [step for step in equal if not step.unrecorded] or equal
     best = min(
         equal, key=lambda step: (sum(value != get(own, key) for key, value in values_of(step).items()), step.seconds)
     )

@@ -7,6 +7,8 @@ that its tokens use and their keys and values once for each token, so it takes t
 operations at the matrix-product rate if that is longer; launches are not counted.
 """
 
+from math import nan
+
 from zaya_plugin.config.schema import Recipe, get, with_values
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.plan import recipe_plan
@@ -117,9 +119,11 @@ def decode_seconds(shape: Shape, batch: int, gemm: float, copy: float, context: 
 
 
 def percentages(rows: list[dict], width: int) -> dict[str, list[float]]:
-    """Return the lines of a picture: per cent of the rates that the recipe's width reaches, by name."""
+    """Return the lines of a picture: per cent of the rates that the recipe's width reaches, by name; NaN where no rate is
+    predicted, since the step does not fit.
+    """
     own = next(row for row in rows if row["width"] == width)
     names = {"tflops": "rate of the experts' products", "tokens_per_second": "training, tokens/s"}
-    lines = {name: [100 * row[key] / own[key] for row in rows] for key, name in names.items() if own[key]}
+    lines = {name: [100 * (row[key] or nan) / own[key] for row in rows] for key, name in names.items() if own[key]}
     decoding = {f"decode_{n}": f"decoding, tokens/s, {n} sequence{'s' * (n > 1)}" for n in DECODE_BATCHES}
     return lines | {name: [100 * own[key] / row[key] for row in rows] for key, name in decoding.items()}

@@ -35,12 +35,18 @@ class PartSpeed:
         share: of the roofline that it reaches; 0 for a part without work of its own.
         forward: share of its time outside the backward pass.
         layer_token_seconds: time of a part without work of its own, for a token and layer.
+        layer_pass_seconds: time of a layer and micro-batch on top of the roofline's, whatever its tokens: kernels
+            start and end with idle units. weight_share: of the experts in its place: the share of the copy rate at
+            which weights and gradients are moved (Work.weights). Steps that differ in the micro-batch give them; from
+            a single record they are 0.
     """
 
     title: str
     share: float
     forward: float
     layer_token_seconds: float = 0.0
+    layer_pass_seconds: float = 0.0
+    weight_share: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,13 @@ from zaya_plugin.plan.parallelism import ParallelSizes, largest_matrices, local_
 
 @dataclass(frozen=True)
 class Work:
-    """Operations and bytes of a part in one step of one rank."""
+    """Operations and bytes of a part in one step of one rank. weights: of the bytes, those of the experts' weights and fp32
+    gradients, which every micro-batch moves whatever its tokens.
+    """
 
     flops: float = 0.0
     bytes: float = 0.0
+    weights: float = 0.0
 
     def seconds(self, gemm: float, copy: float) -> float:
         """Return the time of the roofline, at FLOP/s of a matrix product and bytes/s of a copy."""
@@ -96,7 +99,9 @@ def step_work(shape: Shape, seq_length: int, rank: Rank, optimizer: OptimizerSha
         moved["optimizer"] = optimizer.muon * (common + 3 * optimizer.momentum_bytes) + optimizer.adamw * (
             common + 4 * FLOAT32_BYTES
         )
-    return {part: Work(flops.get(part, 0.0), moved.get(part, 0.0)) for part in {**flops, **moved}}
+    blocks = rank.micro_batches * rank.accumulated.get("experts", 0)
+    weights = {"experts": 2.0 * (rank.activation_bytes + FLOAT32_BYTES) * blocks}
+    return {part: Work(*(amounts.get(part, 0.0) for amounts in (flops, moved, weights))) for part in {**flops, **moved}}
 
 
 def _projections(shape: Shape) -> int:

@@ -67,7 +67,10 @@ def compose_curriculum(overrides: list[str], download: bool = False) -> Curricul
     """
     special = [item.partition(":") for item in overrides if _is_special(item)]
     common = [item for item in overrides if not _is_special(item)]
-    whole = compose(common)
+    # data.path has no default: where stages alone set it, one of them stands for what all stages share.
+    paths = [item for _, _, item in special if item.startswith("data.path=")]
+    lent = [] if any(item.startswith("data.path=") for item in common) else paths[:1]
+    whole = compose([*common, *lent])
     if not whole.curriculum.stages:
         raise mistake(
             "curriculum.stages",
@@ -79,7 +82,7 @@ def compose_curriculum(overrides: list[str], download: bool = False) -> Curricul
         )
     shared = [item for item in common if item.lstrip("+~").partition("=")[0] not in PER_CURRICULUM]
     shared = [item for item in shared if not item.startswith("curriculum.")]
-    recipes = {experiment: compose([f"experiment={experiment}", *shared]) for experiment in whole.curriculum.stages}
+    recipes = {one: compose([f"experiment={one}", *shared, *lent]) for one in whole.curriculum.stages}
     names = {experiment: recipe.stage.name for experiment, recipe in recipes.items()}
     if len(set(names.values())) < len(whole.curriculum.stages):
         raise mistake(
@@ -95,7 +98,7 @@ def compose_curriculum(overrides: list[str], download: bool = False) -> Curricul
     for experiment, name in names.items():
         own = [item for key, _, item in special if key in (experiment, name)]
         words = [f"experiment={experiment}", *shared, *own]
-        recipe = compose(words) if own else recipes[experiment]
+        recipe = compose(words) if own or lent else recipes[experiment]
         if (rank := recipe.optim.lora.rank) is not None:
             raise mistake(
                 "optim.lora.rank",

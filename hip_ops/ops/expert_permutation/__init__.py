@@ -76,6 +76,7 @@ _sort = Operator(
         (f"num_experts is {values['num_experts']}", "at least 1") if values["num_experts"] < 1 else None
     ),
     example=lambda device: (_example_ids(device, 4080), _experts()),  # 16 tiles, the last one partly filled
+    more_examples={"hip": (lambda device: (_example_ids(device, 32_768), _experts()),)},  # two tokens a thread
     fits={"hip": _few_experts, "triton": _few_experts},
 )
 _gather = Operator(

@@ -78,17 +78,20 @@ def _in_a_buffer(tensor: Tensor) -> Tensor:
     return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
-def _rows_example(transposed: bool, k: int = 320, of_training: bool = False):
+def _rows_example(transposed: bool, k: int = 320, n: int = 144, of_training: bool = False, of_many: bool = False):
     """As in training k is a multiple of the kernels' steps, and n and the tokens are multiples of 16, for which Triton
     compiles another kernel. k: for large ones Triton takes another tile (configs.py). of_training: on AMD the matrices
-    lie in a large buffer, with enough tiles that `derived_config` chooses the tile of training.
+    lie in a large buffer, with enough tiles that `derived_config` chooses the tile of 16,384 tokens. of_many: the tile of
+    32,768, which on AMD is that of few tiles, and on Hopper that of 1,520 rows an expert; also by n.
     """
 
     def make(device: torch.device) -> tuple:
-        large = of_training and _on_amd()
+        large = (of_training or of_many) and _on_amd()
         experts = model_sizes().num_experts
-        n, factor = (1472, max(1, round(33.2 - 0.263 * experts))) if large else (144, 1)
-        matrices = _operand(device, experts, n, k).mT if transposed else _operand(device, experts, k, n)
+        width, factor = n, 5 * experts if of_many and not large else 1
+        if large and not of_many:
+            width, factor = 1472, max(1, round(33.2 - 0.263 * experts))
+        matrices = _operand(device, experts, width, k).mT if transposed else _operand(device, experts, k, width)
         matrices = _in_a_buffer(matrices) if large else matrices
         return _operand(device, 304 * factor, k), matrices, _offsets(device, factor)
 
@@ -128,6 +131,9 @@ _rows = Operator(
             _rows_example(False, of_training=True),
             _rows_example(True, of_training=True),
             _rows_example(False, k=3072),
+            _rows_example(False, of_many=True),
+            _rows_example(True, of_many=True),
+            _rows_example(True, n=2912, of_many=True),
         )
     },
     compare=_compare_rows,

@@ -50,8 +50,7 @@ def bins(tmp_path_factory, corpus):
     (home / "template.jinja").write_text(PLAIN)
     words = ["--chat", "--input", home / "in.jsonl", "--tokenizer", corpus / "tokenizer", "--valid-fraction", 0.1]
     words += ["--chat-template", home / "template.jinja", "--workers", 1, "--output", home / "chats"]
-    done = zaya("data", "prepare", *map(str, words))
-    assert done.returncode == 0, done.stdout
+    assert cli.main(["data", "prepare", *map(str, words)]) == 0
     words = [home / "chats", "--sequence-length", LENGTH, "--output", home / "bins", "--quiet"]
     assert cli.main(["data", "pack", *map(str, words)]) == 0
     return home / "bins"

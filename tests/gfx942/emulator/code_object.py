@@ -152,7 +152,7 @@ def _arguments(block: str):
             yield Argument(fields["value_kind"], int(fields["offset"]), int(fields["size"]), fields.get("name", ""))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _open(path: str, mtime: int, size: int) -> CodeObject:
     return CodeObject(path)
 
