@@ -161,17 +161,6 @@ def their_step(theirs, cache) -> Callable[[torch.Tensor], torch.Tensor]:
     return step
 
 
-def static_cache(theirs, device: str) -> str:
-    """Return what becomes of transformers' `generate` with its static cache."""
-    ids, options = torch.full((1, 8), 3, device=device), dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    try:
-        with without_modes():
-            theirs.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="static", **options)
-    except Exception as error:  # any: it is only recorded
-        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return f"runs; its class says that it can be compiled whole: {theirs._can_compile_fullgraph}"
-
-
 def measured(ours, theirs, batch: int, length: int, options, device: str, rate: float) -> dict:
     """Return the row of `batch` sequences with `length` tokens behind the last one decoded."""
     config, start = ours.config, length - options.new - 3
@@ -189,7 +178,7 @@ def measured(ours, theirs, batch: int, length: int, options, device: str, rate: 
     row |= {f"{name}_gb": round(value / 1e9, 3) for name, value in parts.items()}
     cache = filled_cache(theirs, batch, start, device)
     ways: dict[str, dict] = {"ours": {}}
-    if device == "cuda" and batch <= MAX_BATCH:
+    if device == "cuda" and batch <= MAX_BATCH and options.training_layers:
         ways["ours, layers of training"] = {"kernels": False}
     firsts = {}
     for name, choice in ways.items():
@@ -236,6 +225,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[4096, 32768], help="tokens of context")
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--their-new", type=int, default=8, help="tokens that transformers decodes")
+    parser.add_argument("--training-layers", action="store_true", help="also ours by the layers of training")
     parser.add_argument("--experts", nargs="+", default=["grouped_mm"])
     parser.add_argument("--layers", type=int, help="fewer layers, for a try")
     parser.add_argument("--name", help="of the results file")
@@ -249,7 +239,7 @@ def main() -> None:
     ours = our_model(model, dtype, device)
     theirs = their_model(model, dtype, device, ours)
     record = {"benchmark": "generate", **described(options.commit), "dtype": str(dtype)}
-    record |= {"copy_tb_per_s": round(rate / 1e12, 3), "static_cache": static_cache(theirs, device), "rows": []}
+    record |= {"copy_tb_per_s": round(rate / 1e12, 3), "rows": []}
     name = options.name or f"generate-{options.size}-{file_part(device_name())}"
     for length in sorted(options.prompt):
         for batch in options.batch:

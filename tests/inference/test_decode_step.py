@@ -68,25 +68,16 @@ for name, tensor in tensors.items():
         tensor[-1] = 0.05  # tokens choose the skip class
 save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 source = open_source(folder)
-plain, own = (decoder.Decoder(load_model(source.model, source.tensors, dtype), kernels=k) for k in (False, True))
-given, classes = prompts(*lengths), []
+plain, own = (decoder.Decoder(load_model(source.model, source.tensors, dtype), routed=not k, kernels=k) for k in (0, 1))
+given = prompts(*lengths)
 tokens = torch.tensor(generate(plain, given, steps))
-route = decode_step.run_kernel
-
-
-def keep(kernel, *arguments, **keywords):
-    route(kernel, *arguments, **keywords)
-    if kernel.fn.__name__ == "route_kernel":
-        classes.extend(own.decode_step.ids.tolist())
-
-
-decode_step.run_kernel = keep
 for each in (plain, own):
     each.begin(given, steps)
 assert own.decode_step is not None and plain.decode_step is None
 pairs = [[each.step(tokens[:, place]).float() for each in (plain, own)] for place in range(steps - 1)]
 far = sorted(apart(mine, other) for other, mine in pairs)
 print("far", far[len(far) // 2] if dtype == torch.bfloat16 else far[-1])
+classes = {int(number) for ids in plain.chosen[3:] for number in ids.flatten()}  # of the steps
 print("skipped", SMALL.num_experts in classes, len(set(classes)))
 if not fields:
     ids = torch.tensor([given[0] + tokens[0].tolist()])
@@ -131,10 +122,11 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
         decode_step, "run_kernel", lambda kernel, *of_call, **words: calls.append((kernel, of_call, words))
     )
     step = decode_step.DecodeStep(model, [DecodeState.empty(config, batch, 4096, progress) for _ in range(2)])
+    step.overlap = {"OVERLAP": True, "launch_pdl": True} if target[0] == "cuda" else {"OVERLAP": False}
     with torch.no_grad():
         step(torch.zeros(1, batch, 2048), model.rotary_pos_emb.of_positions(progress.positions.unsqueeze(0)))
-    assert len(calls) == 16
-    for kernel, (_, *arguments), words in calls[8:]:
+    assert len(calls) == 18
+    for kernel, (_, *arguments), words in calls[9:]:
         del words["device"]
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | words
         options = {name: values.pop(name) for name in words if name not in kernel.arg_names}
@@ -144,6 +136,8 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
         compiled = compiled_kernel(kernel, target, signature, fixed, wide, **options)
         if target[0] == "cuda":
             resident, stack = programs(compiled, tmp_path)
+            print(kernel.__name__, "resident", resident, "stack", stack, compiled.metadata.shared)
+            assert "griddepcontrol.wait" in compiled.asm["ptx"]
             assert resident >= 1 and stack == 0, kernel.__name__
         else:
             assert (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoding step of few sequences by kernels of its own, eight a layer (hip_ops/ops/decode_step).
+"""A decoding step of few sequences by kernels of its own, nine a layer (hip_ops/ops/decode_step).
 
 The layers of training launch each operator by itself, which for one row takes longer than the bytes that it reads.
 """
@@ -23,8 +23,8 @@ from zaya_plugin.model.experts import as_block
 
 MAX_BATCH = 4  # above, several tokens share an expert, and a grouped product reads it once
 # Rows of a program: about 32 KB of ZAYA1-base's weights, and at least one program a multiprocessor.
-ROWS = {"project": 8, "output": 16, "down": 2, "expert_input": 4, "expert_output": 8}
-SPLITS, BLOCK = 32, 64  # parts of a sequence's stored tokens, and tokens that a program of attention reads at a time
+ROWS = {"project": 8, "output": 16, "down": 2, "router": 8, "expert_input": 4, "expert_output": 8}
+SPLITS, BLOCK = 32, 128  # parts of a sequence's stored tokens, and tokens that a program of attention reads at a time
 WARPS = 256 // WARP_SIZE
 
 
@@ -39,7 +39,7 @@ def refusal(config: ZayaConfig, device: torch.device, batch: int) -> str | None:
         return "adapters and LayerNorm have no kernels"
     if heads & (heads - 1) or d & (d - 1) or config.num_query_groups * d % (2 * ROWS["project"]):
         return f"{heads} heads of {d} channels; both must be powers of two"
-    if config.hidden_size % 16 or config.moe_ffn_hidden_size % 8 or config.router_hidden_size % 2:
+    if config.hidden_size % 16 or config.moe_ffn_hidden_size % 8 or config.router_hidden_size % ROWS["router"]:
         return "a width is no multiple of the rows of a program"
     return missing("triton", device, named=False)
 
@@ -58,6 +58,7 @@ class DecodeStep:
         config, device = model.config, states[0].z.device
         batch, dtype = states[0].keys.shape[0], config.params_dtype
         self.model, self.config, self.states, self.batch, self.device = model, config, states, batch, device
+        self.overlap = overlap(device)
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -68,10 +69,9 @@ class DecodeStep:
         # A merge reads one stream and writes the other; the affine of the embedding is a merge into zeros.
         self.streams, self.zeros, self.no_scale = (stream(h), stream(h)), stream(h), buffer(h)[0]
         self.normed, self.output, self.projected = buffer(h), buffer(h), buffer((n + 2 * g) * d)
-        self.query, self.tops, self.totals = buffer(n, d), wide(SPLITS, n), wide(SPLITS, n)
-        self.parts = buffer(SPLITS, n, d)
-        self.down, self.router_state = buffer(config.router_hidden_size), buffer(config.router_hidden_size)
-        self.weights, self.ids = wide(), buffer(dtype=torch.int32)
+        self.query, self.log_sums, self.parts = buffer(n, d), wide(SPLITS, n), buffer(SPLITS, n, d)
+        # Of the router: its input, both layers, and the states of two layers, one read while the other is written.
+        self.down, self.first, self.second, *self.router_states = (buffer(config.router_hidden_size) for _ in range(5))
         self.hidden = buffer(config.moe_ffn_hidden_size)
 
     def __call__(self, embedding: Tensor, angles: Tensor) -> Tensor:
@@ -86,6 +86,7 @@ class DecodeStep:
         for layer, state, scale in zip(layers, self.states, scales, strict=True):
             rope = rope_table(angles, layer.self_attention.own_rotary_base)
             self._layer(layer, state, output, stream, vectors, scale, rope)
+            self.router_states.reverse()
             output, stream, vectors = self.output, self.streams[1], layer.post_mlp_residual.vectors()
         return hip_ops.scaled_residual_rms_norm(
             output.view_as(embedding), stream.view_as(embedding), *vectors, last.weight, last.eps
@@ -102,7 +103,7 @@ class DecodeStep:
         h, n, g, d = config.hidden_size, config.num_attention_heads, config.num_query_groups, config.kv_channels
         f, r, experts = config.moe_ffn_hidden_size, config.router_hidden_size, config.num_moe_experts
         places, positions = state.keys.shape[2], state.progress.positions
-        launch = functools.partial(run_kernel, device=self.device, num_warps=WARPS)
+        launch = functools.partial(run_kernel, device=self.device, num_warps=WARPS, **self.overlap)
         merged = dict(H=h, BATCH=batch, BLOCK=power_of_two(h))
 
         inputs = (attention.linear_q, attention.linear_k, attention.linear_v_current, attention.linear_v_delayed)
@@ -121,12 +122,12 @@ class DecodeStep:
             DELAYED=state.delayed.shape[-1], BATCH=batch,
         )  # fmt: skip
         launch(
-            kernels.attend_kernel, (SPLITS, g, batch), self.query, state.keys, state.values, positions, self.tops,
-            self.totals, self.parts, attention.core_attention.softmax_scale or d**-0.5, places, GROUPS=g, PER=n // g,
-            D=d, SPLITS=SPLITS, BLOCK=BLOCK, ROWS=max(16, n // g),
+            kernels.attend_kernel, (SPLITS, g, batch), self.query, state.keys, state.values, positions, self.log_sums,
+            self.parts, attention.core_attention.softmax_scale or d**-0.5, places, GROUPS=g, PER=n // g,
+            D=d, SPLITS=SPLITS, BLOCK=BLOCK, ROWS=max(16, n // g), num_stages=1,
         )  # fmt: skip
         launch(
-            kernels.output_kernel, (h // ROWS["output"],), self.tops, self.totals, self.parts,
+            kernels.output_kernel, (h // ROWS["output"],), self.log_sums, self.parts,
             attention.linear_proj.weight, self.output, H=h, HEADS=n, D=d, SPLITS=SPLITS, BATCH=batch,
             ROWS=ROWS["output"],
         )  # fmt: skip
@@ -137,26 +138,39 @@ class DecodeStep:
             *layer.post_attention_residual.vectors(), norm.weight, *[router.down_proj.weight] * 4, self.streams[1],
             normed, self.down, norm.eps, r, r, r, r, ROWS=ROWS["down"], **merged,
         )  # fmt: skip
-        gamma, skip = router.router_states_scale, config.moe_skip_expert and config.skip_output == "zero"
+        layer_of_router = dict(R=r, BATCH=batch, ROWS=ROWS["router"], BLOCK=power_of_two(r))
         launch(
-            kernels.route_kernel, (batch,), self.down, self.router_state, gamma, router.down_proj.bias,
-            router.norm.weight, router.fc1.weight, router.fc1.bias, router.fc2.weight, router.fc2.bias,
-            router.out_proj.weight, router.balancing_biases, self.weights, self.ids, router.norm.eps,
-            experts if skip else -1, R=r, CLASSES=router.num_classes,
-            COLUMNS=router_columns(router.num_classes), BLOCK=power_of_two(r), num_warps=2 * WARPS,
+            kernels.router_first_kernel, (r // ROWS["router"],), self.down, *self.router_states,
+            router.router_states_scale, router.down_proj.bias, router.norm.weight, router.fc1.weight, router.fc1.bias,
+            self.first, router.norm.eps, **layer_of_router,
+        )  # fmt: skip
+        launch(
+            kernels.router_second_kernel, (r // ROWS["router"],), self.first, router.fc2.weight, router.fc2.bias,
+            self.second, **layer_of_router,
         )  # fmt: skip
         fc1, fc2 = (
             as_block(module.matrices()) for module in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2)
         )
-        sizes = dict(EXPERTS=experts, H=h, F=f)
-        launch(
-            kernels.expert_input_kernel, (f // ROWS["expert_input"], batch), normed, self.weights, self.ids, fc1,
-            self.hidden, ROWS=ROWS["expert_input"], BLOCK=power_of_two(h), **sizes,
+        routed = normed, self.second, router.out_proj.weight, router.balancing_biases
+        sizes = dict(
+            EXPERTS=experts, SKIP=experts if config.moe_skip_expert and config.skip_output == "zero" else -1,
+            CLASSES=router.num_classes, COLUMNS=router_columns(router.num_classes), R=r, H=h, F=f,
+            ROUTER_BLOCK=power_of_two(r),
         )  # fmt: skip
         launch(
-            kernels.expert_output_kernel, (h // ROWS["expert_output"], batch), normed, self.hidden, self.weights,
-            self.ids, fc2, self.output, ROWS=ROWS["expert_output"], BLOCK=power_of_two(f), **sizes,
+            kernels.expert_input_kernel, (f // ROWS["expert_input"], batch), *routed, fc1, self.hidden,
+            ROWS=ROWS["expert_input"], BLOCK=power_of_two(h), **sizes,
         )  # fmt: skip
+        launch(
+            kernels.expert_output_kernel, (h // ROWS["expert_output"], batch), *routed, self.hidden, fc2, self.output,
+            ROWS=ROWS["expert_output"], BLOCK=power_of_two(f), **sizes,
+        )  # fmt: skip
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Return the words of a launch that let a kernel start while the one before it ends, on NVIDIA from Hopper on."""
+    possible = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"OVERLAP": True, "launch_pdl": True} if possible else {"OVERLAP": False}
 
 
 def power_of_two(width: int) -> int:
