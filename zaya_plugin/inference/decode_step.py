@@ -24,7 +24,7 @@ from zaya_plugin.model.experts import as_block
 MAX_BATCH = 4  # above, several tokens share an expert, and a grouped product reads it once
 # Rows of a program: about 32 KB of ZAYA1-base's weights, and at least one program a multiprocessor.
 ROWS = {"project": 8, "output": 16, "down": 2, "router": 8, "expert_input": 4, "expert_output": 8}
-SPLITS, BLOCK = 32, 128  # parts of a sequence's stored tokens, and tokens that a program of attention reads at a time
+SPLITS, BLOCK = 65, 128  # parts of a sequence's stored tokens, and tokens that a program of attention reads at a time
 WARPS = 256 // WARP_SIZE
 
 

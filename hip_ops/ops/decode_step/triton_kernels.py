@@ -182,45 +182,51 @@ def attend_kernel(
     query, keys, values, positions, log_sums, parts, scale, places, GROUPS: tl.constexpr, PER: tl.constexpr,
     D: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Let a group's PER query heads of one sequence attend to one of SPLITS parts of its stored tokens.
+    """Let a group's PER query heads of one sequence attend to one of SPLITS parts of its stored tokens, the last of
+    which is the newest token alone: the kernel before has written it.
 
     Writes for each head the logarithm of the sum of exp(score) of the part, fp32 [b, SPLITS, n], FEW without tokens, and
     the mean of the values with these weights [b, SPLITS, n, d]. ROWS >= PER as tl.dot requires. A ring that was passed
-    holds tokens of the window alone. The newest token alone is read after the wait, so no stage may come before it.
+    holds tokens of the window alone. In one stage, or the query would be read before the wait.
     """
     split, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     count, newest = tl.minimum(position + 1, places).to(tl.int32), (position % places).to(tl.int32)
-    blocks = tl.cdiv(count, BLOCK)
     head, channel = tl.arange(0, ROWS), tl.arange(0, D)
     real = head < PER
-    at = (row * GROUPS + group) * PER + head
+    queries = query + ((row * GROUPS + group) * PER + head)[:, None] * D + channel[None, :]
     cache = (row * GROUPS + group).to(tl.int64) * places * D
-    top = tl.full([ROWS], FEW, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    part = tl.zeros([ROWS, D], tl.float32)
-    for block in range(split * blocks // SPLITS, (split + 1) * blocks // SPLITS):
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        live, last = place < count, place == newest
-        key, value = keys + cache + channel[:, None], values + cache + channel[None, :]
-        k = tl.load(key + place[None, :] * D, mask=(live & ~last)[None, :], other=0.0)
-        v = tl.load(value + place[:, None] * D, mask=(live & ~last)[:, None], other=0.0)
-        wait(OVERLAP)
-        q = tl.load(query + at[:, None] * D + channel[None, :], mask=real[:, None], other=0.0)
-        k += tl.load(key + place[None, :] * D, mask=last[None, :], other=0.0)
-        v += tl.load(value + place[:, None] * D, mask=last[:, None], other=0.0)
-        scores = tl.where(live[None, :], tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, axis=1))
-        shares, kept = tl.exp(scores - new[:, None]), tl.exp(top - new)
-        total = total * kept + tl.sum(shares, axis=1)
-        part = tl.dot(shares.to(v.dtype), v, part * kept[:, None], input_precision="ieee")
-        top = new
-    wait(OVERLAP)
-    some = tl.maximum(total, 1e-30)
     at = (row * SPLITS + split) * (GROUPS * PER) + group * PER + head
-    tl.store(log_sums + at, top + tl.log(some), mask=real)
-    part = part / some[:, None]
-    tl.store(parts + at[:, None] * D + channel[None, :], part.to(parts.dtype.element_ty), mask=real[:, None])
+    log_sums, parts = log_sums + at, parts + at[:, None] * D + channel[None, :]
+    if split == SPLITS - 1:
+        wait(OVERLAP)
+        q = tl.load(queries, mask=real[:, None], other=0.0).to(tl.float32)
+        score = tl.sum(q * tl.load(keys + cache + newest * D + channel).to(tl.float32)[None, :], axis=1) * scale
+        value = tl.load(values + cache + newest * D + channel)
+        tl.store(log_sums, score, mask=real)
+        tl.store(parts, tl.broadcast_to(value[None, :], (ROWS, D)), mask=real[:, None])
+    else:
+        blocks = tl.cdiv(count, BLOCK)
+        top = tl.full([ROWS], FEW, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        part = tl.zeros([ROWS, D], tl.float32)
+        for block in range(split * blocks // (SPLITS - 1), (split + 1) * blocks // (SPLITS - 1)):
+            place = block * BLOCK + tl.arange(0, BLOCK)
+            live = (place < count) & (place != newest)
+            k = tl.load(keys + cache + place[None, :] * D + channel[:, None], mask=live[None, :], other=0.0)
+            v = tl.load(values + cache + place[:, None] * D + channel[None, :], mask=live[:, None], other=0.0)
+            wait(OVERLAP)
+            q = tl.load(queries, mask=real[:, None], other=0.0)
+            scores = tl.where(live[None, :], tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+            new = tl.maximum(top, tl.max(scores, axis=1))
+            shares, kept = tl.exp(scores - new[:, None]), tl.exp(top - new)
+            total = total * kept + tl.sum(shares, axis=1)
+            part = tl.dot(shares.to(v.dtype), v, part * kept[:, None], input_precision="ieee")
+            top = new
+        wait(OVERLAP)
+        some = tl.maximum(total, 1e-30)
+        tl.store(log_sums, top + tl.log(some), mask=real)
+        tl.store(parts, (part / some[:, None]).to(parts.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -304,20 +310,33 @@ def router_matrix(matrix, R: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
+def more_terms(top, total, other_top, other_total):
+    """Join two sums of exponentials, each relative to its largest exponent."""
+    new = tl.maximum(top, other_top)
+    return new, total * tl.exp(top - new) + other_total * tl.exp(other_top - new)
+
+
+@triton.jit
+def better(biased, column, p, other_biased, other_column, other_p):
+    """Keep the larger first number, of equal ones the smaller column."""
+    kept = (biased > other_biased) | ((biased == other_biased) & (column < other_column))
+    return tl.where(kept, biased, other_biased), tl.where(kept, column, other_column), tl.where(kept, p, other_p)
+
+
+@triton.jit
 def chosen(x, tile, biases, SKIP: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr):
     """Choose as router_mlp/reference.py: x fp32 [BLOCK] of the router's second layer, tile of `router_matrix`, biases
     fp32 [CLASSES] -> the class, and its weight, 0 for class SKIP.
     """
     column = tl.arange(0, COLUMNS)
     known = column < CLASSES
-    logits = times(tile, x).to(tile.dtype)
-    raised = tl.where(known, logits.to(tl.float32), float("-inf"))
-    raised = tl.exp(raised - tl.max(raised, axis=0))
-    p = raised / tl.sum(raised, axis=0)
-    biased = p + tl.load(biases + column, mask=known, other=0.0)
+    bias = tl.load(biases + column, mask=known, other=0.0)
+    logits = tl.where(known, times(tile, x).to(tile.dtype).to(tl.float32), FEW)
+    top, total = tl.reduce((logits, tl.full([COLUMNS], 1.0, tl.float32)), 0, more_terms)
+    p = tl.exp(logits - top) / total
+    biased = p + bias
     biased = tl.where(known, tl.where(biased == biased, biased, float("inf")), float("-inf"))
-    choice = tl.min(tl.where(biased == tl.max(biased, axis=0), column, CLASSES - 1), axis=0)
-    weight = tl.sum(tl.where(column == choice, p, 0.0), axis=0)
+    _, choice, weight = tl.reduce((biased, column, p), 0, better)
     return choice, tl.where(choice == SKIP, 0.0, weight)
 
 
