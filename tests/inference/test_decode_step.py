@@ -113,7 +113,9 @@ BASE = Description(2, 2048, 8, 2, 128, 16, 2048, 256, 320, bos=2, eos=1, pad=0)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("target", [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)], ids=str)
 def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch):
-    """Of ZAYA1-base, a layer behind another: types, constants and tiles as they are launched."""
+    """Of ZAYA1-base, a layer behind another: types, constants and tiles as they are launched. Scalar registers of AMD
+    that lie in lanes of a vector register touch no memory.
+    """
     config = ZayaConfig(**BASE.config_fields(), params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True)
     model = build_zaya_model(config, vocab_size=320, max_sequence_length=4096, rotary_base=10_000)
     calls, progress = [], Progress(torch.zeros(batch, dtype=torch.int64))
@@ -136,10 +138,8 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
         compiled = compiled_kernel(kernel, target, signature, fixed, wide, **options)
         if target[0] == "cuda":
             resident, stack = programs(compiled, tmp_path)
-            print(kernel.__name__, "resident", resident, "stack", stack, compiled.metadata.shared)
             assert "griddepcontrol.wait" in compiled.asm["ptx"]
             assert resident >= 1 and stack == 0, kernel.__name__
         else:
-            assert (
-                re.findall(r"(?:spill_count|private_segment_fixed_size): +(\d+)", compiled.asm["amdgcn"]) == ["0"] * 3
-            )
+            found = dict(re.findall(r"\.(\w+_spill_count|private_segment_fixed_size): +(\d+)", compiled.asm["amdgcn"]))
+            assert found["private_segment_fixed_size"] == found["vgpr_spill_count"] == "0", (kernel.__name__, found)
