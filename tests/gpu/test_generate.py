@@ -54,28 +54,29 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "windows", [{}, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700)], ids=["all", "windows"]
+    ("prompts", "fields"),
+    [(PROMPTS[2:], {}), (PROMPTS, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700))],
+    ids=["one", "windows"],
 )
-def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, monkeypatch, caplog, windows):
+def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, monkeypatch, caplog, prompts, fields):
     """One captured step, over the edges of blocks of keys and round a ring that is no whole block; kernels that start
     while the one before ends give the numbers of those that do not; six sequences have no kernels.
     """
-    loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **windows)), torch.bfloat16)
-    for batch in (PROMPTS[2:], PROMPTS):
-        plain, own, one_by_one = Decoder(loaded, kernels=False), Decoder(loaded), Decoder(loaded)
-        tokens = torch.tensor(generate(plain, batch, 120), device="cuda")
-        plain.begin(batch, 120)
-        own.begin(batch, 120)
-        with monkeypatch.context() as patched:
-            patched.setattr(decode_step, "overlap", lambda device: {"OVERLAP": False})
-            one_by_one.begin(batch, 120)
-        apart = []
-        for place in range(119):
-            one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, own))
-            apart.append((other - one).norm(dim=-1) / one.norm(dim=-1))
-            assert torch.equal(other, one_by_one.step(tokens[:, place]).float()), place
-        assert torch.stack(apart).median() < 0.05  # a token that another expert takes is further away
-        assert own.decode_step is not None and [*own.captured] == [own.room]
+    loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **fields)), torch.bfloat16)
+    plain, own, one_by_one = Decoder(loaded, kernels=False), Decoder(loaded), Decoder(loaded)
+    tokens = torch.tensor(generate(plain, prompts, 120), device="cuda")
+    plain.begin(prompts, 120)
+    own.begin(prompts, 120)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_step, "overlap", lambda device: {"OVERLAP": False})
+        one_by_one.begin(prompts, 120)
+    apart = []
+    for place in range(119):
+        one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, own))
+        apart.append((other - one).norm(dim=-1) / one.norm(dim=-1))
+        assert torch.equal(other, one_by_one.step(tokens[:, place]).float()), place
+    assert torch.stack(apart).median() < 0.05  # a token that another expert takes is further away
+    assert own.decode_step is not None and [*own.captured] == [own.room]
     own.begin(PROMPTS * 2, 4)
     assert own.decode_step is None
     assert not caplog.messages
