@@ -2,6 +2,7 @@
 """Decoding on an accelerator: steps replayed as graphs are the steps, and fp32 gives transformers' tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zaya_plugin.checkpoint.convert import hf_config
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.convert.loading import load_model
+from zaya_plugin.inference import decode_step
 from zaya_plugin.inference import decoder as decoder_module
 from zaya_plugin.inference.decoder import Decoder
 from zaya_plugin.inference.sampling import generate
@@ -38,7 +40,7 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     """Room for 16 tokens at first: several graphs, and a second batch in the same memory."""
     monkeypatch.setattr(decoder_module, "ROOM", 16)
     loaded = model(folder, torch.bfloat16)
-    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded)
+    plain, graphs = Decoder(loaded, graphs=False), Decoder(loaded, kernels=False)
     assert graphs.graphs
     tokens = generate(plain, PROMPTS, 100)
     assert generate(graphs, PROMPTS, 100) == tokens and sorted(graphs.captured) == [32, 64, 128, 256]
@@ -49,6 +51,35 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
     for place in range(99):
         one, other = (decoder.step(given[:, place]).clone() for decoder in (plain, graphs))
         assert torch.equal(one, other), place
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fields"),
+    [(PROMPTS[2:], {}), (PROMPTS, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700))],
+    ids=["one", "windows"],
+)
+def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, monkeypatch, caplog, prompts, fields):
+    """One captured step, over the edges of blocks of keys and round a ring that is no whole block; kernels that start
+    while the one before ends give the numbers of those that do not; six sequences have no kernels.
+    """
+    loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **fields)), torch.bfloat16)
+    plain, own, one_by_one = Decoder(loaded, kernels=False), Decoder(loaded), Decoder(loaded)
+    tokens = torch.tensor(generate(plain, prompts, 120), device="cuda")
+    plain.begin(prompts, 120)
+    own.begin(prompts, 120)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_step, "overlap", lambda device: {"OVERLAP": False})
+        one_by_one.begin(prompts, 120)
+    apart = []
+    for place in range(119):
+        one, other = (decoder.step(tokens[:, place]).float().clone() for decoder in (plain, own))
+        apart.append((other - one).norm(dim=-1) / one.norm(dim=-1))
+        assert torch.equal(other, one_by_one.step(tokens[:, place]).float()), place
+    assert torch.stack(apart).median() < 0.05  # a token that another expert takes is further away
+    assert own.decode_step is not None and [*own.captured] == [own.room]
+    own.begin(PROMPTS * 2, 4)
+    assert own.decode_step is None
+    assert not caplog.messages
 
 
 def test_a_state_in_bf16_is_near_the_whole_sequence(folder):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from hip_ops.runtime.conditions import capture
+from zaya_plugin.inference.decode_step import DecodeStep, refusal
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
@@ -40,21 +41,25 @@ def without_modes() -> Iterator[None]:
 class Decoder:
     """Logits of the next token of b sequences: `begin` with prompts, then `step` with the tokens that were chosen.
 
-    On a GPU a step is a few thousand short kernels whose launches take longer than they run; it is captured as a graph
-    once for each size of the batch and each doubling of the longest sequence. fp32 runs without graphs, because its
-    grouped products wait for the host; after a capture that fails, with a warning, so do all further steps.
+    On a GPU a step is a few thousand short kernels whose launches take longer than they run, or for few sequences a few
+    hundred of its own (decode_step.py). It is captured as a graph once for each size of the batch and, but for its own
+    kernels, each doubling of the longest sequence. fp32 runs without both, because its grouped products wait for the
+    host. After a capture that fails, with a warning, all further steps run without graphs.
 
     Args:
         model: as of `checkpoint.convert.loading.load_model`.
         graphs: capture steps; None: where it is possible.
         routed: keep the classes that the routers choose, for `routed_experts`; steps are then not captured.
+        kernels: compute steps by their own kernels where these take the model and the batch; None: where steps are
+            captured.
     """
 
-    def __init__(self, model, graphs: bool | None = None, routed: bool = False):
+    def __init__(self, model, graphs: bool | None = None, routed: bool = False, kernels: bool | None = None):
         self.model, self.config = model, model.config
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
         self.graphs, self.routed = (possible if graphs is None else graphs) and not routed, routed
+        self.own_kernels = self.graphs if kernels is None else kernels
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
@@ -101,7 +106,7 @@ class Decoder:
         """
         self.longest += 1
         assert self.longest <= self.room, "more steps than `begin` has made room for"
-        reach = room_for(self.longest)
+        reach = room_for(self.longest) if self.decode_step is None else self.room
         self.tokens.copy_(tokens.unsqueeze(1))
         if reach in self.captured:
             graph, logits = self.captured[reach]
@@ -129,8 +134,12 @@ class Decoder:
 
     def _step(self, reach: int) -> Tensor:
         self.progress.positions.add_(1)
+        positions = self.progress.positions.unsqueeze(0)
+        if self.decode_step is not None:
+            embedding = embedded(self.model.embedding, self.tokens, marks_main_grad=False)
+            return self.logits(self.decode_step(embedding, self.model.rotary_pos_emb.of_positions(positions))[0])
         self._show(reach)
-        return self.logits(self._run(self.tokens, self.progress.positions.unsqueeze(0), self.states)[0])
+        return self.logits(self._run(self.tokens, positions, self.states)[0])
 
     def _show(self, reach: int) -> None:
         """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
@@ -178,6 +187,17 @@ class Decoder:
             DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
             for number in range(1, self.config.num_layers + 1)
         ]
+        self.decode_step: DecodeStep | None = None
+        if self.own_kernels and refusal(self.config, self.device, batch) is None:
+            self.decode_step = DecodeStep(self.model, self.states)
+            try:
+                self._step(self.room)  # compiles all kernels before one of them changes a state that counts
+            except Exception as error:  # any of Triton and its compilers
+                self.decode_step, self.own_kernels = None, False
+                text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
+                logger.warning(text, type(error).__name__, str(error).partition("\n")[0])
+            for state in self.states:
+                state.clear()
 
 
 def room_for(tokens: int) -> int:
