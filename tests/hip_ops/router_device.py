@@ -12,7 +12,7 @@ from torch import Tensor
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
-from tests.gfx942.triton_cases import NOT_SMALL
+from tests.gfx942.triton_cases import NOT_SMALL, router_constants, router_launch
 from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
@@ -22,11 +22,11 @@ CHAIN = ("d_projected", "d_hidden1", "normed", "d_hidden2", "active1", "active2"
 
 @dataclass
 class RouterOnDevice:
-    """counters, code: of the last launch."""
+    """counters: of the last launch. codes: of the last launch of each kernel, by forward, backward and parameters."""
 
     device: Device = field(default_factory=Device)
     counters: Counters | None = None
-    code: TritonObject | None = None
+    codes: dict[str, TritonObject] = field(default_factory=dict)
 
     def run(
         self,
@@ -46,15 +46,9 @@ class RouterOnDevice:
 
         kernel = getattr(triton_kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
-        chosen = self.chosen(which, width)
-        constants = {
-            **flags,
-            "R": width,
-            "CLASSES": classes,
-            "COLUMNS": router_columns(classes),
-            "BLOCK": chosen.rows,
-            "TILE" if which == "parameters" else "PART": chosen.columns,
-        }
+        chosen = router_launch(which, width, warp_size=64)
+        constants = router_constants(width, classes, chosen) | flags
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         outs = {name: self.device.alloc(shape, NUMPY[dtype]) for name, (shape, dtype) in results.items()}
         types = {name: TYPES[dtype] for name, (_, dtype) in results.items()} | {
             "rows": "i32",
@@ -68,7 +62,7 @@ class RouterOnDevice:
         }
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
         pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-        self.code = triton_code_object(
+        self.codes[which] = triton_code_object(
             kernel,
             signature,
             constants,
@@ -83,17 +77,11 @@ class RouterOnDevice:
             | numbers
         )
         grid = chosen.grid(rows, *((2 * width * width // chosen.columns,) if which == "parameters" else ()))
-        self.counters = self.code.launch(self.device, grid, [put[name] for name in signature])
+        self.counters = self.codes[which].launch(self.device, grid, [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
-    @staticmethod
-    def chosen(which: str, width: int):
-        from hip_ops.ops.router_mlp import triton
-
-        return (triton.parameters_launch if which == "parameters" else triton.launch)(width, warp_size=64)
-
     def programs(self, which: str, rows: int, width: int) -> int:
-        return self.chosen(which, width).grid(rows)[0]
+        return router_launch(which, width, warp_size=64).grid(rows)[0]
 
     def router_mlp(
         self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted

@@ -24,11 +24,13 @@ def launch(width: int, *, warp_size: int) -> Launch:
 
 
 def parameters_launch(width: int, *, warp_size: int) -> Launch:
-    """Choose the tile of a matrix's gradient and the number of slabs. The rows are those of `launch`, whose sums it
-    reads.
+    """Choose the tile of a matrix's gradient and the number of slabs: one program a multiprocessor of an H200, five for
+    six of an MI300X. The rows are those of `launch`, whose sums it reads.
     """
     rows, tile = launch(width, warp_size=warp_size).rows, min(width, 128)
-    return Launch(rows, tile, 4 if warp_size == 64 or tile < 128 else 8, programs=16, stages=3 if warp_size == 32 else 2)
+    if warp_size == 64:
+        return Launch(rows, tile, 4, programs=32, stages=2)
+    return Launch(rows, tile, 8 if tile == 128 else 4, programs=16, stages=3)
 
 
 def router_mlp(
