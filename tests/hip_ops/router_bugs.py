@@ -26,8 +26,12 @@ CASES = (
 BUGS = {
     "state_without_bias": ("    wide += tl.load(b_down + channel).to(tl.float32)[None, :]\n", ""),
     "gamma_forgotten": ("before * tl.load(gamma + channel).to(tl.float32)[None, :]", "before"),
+    "norm_of_the_last_part": ("squares += tl.sum(wide", "squares = tl.sum(wide"),
     "eps_inside_the_mean": ("axis=1) / R + eps)[:, None]", "axis=1) / R + eps / R)[:, None]"),
-    "matrix_transposed": ("w1 + part[None, :] * R + channel[:, None]", "w1 + channel[:, None] * R + part[None, :]"),
+    "matrix_transposed": (
+        "w1 + first * R + lane[None, :] * R + channel[:, None]",
+        "w1 + first + channel[:, None] * R + lane[None, :]",
+    ),
     "tanh_gelu": ("tl.where(x > 0.0, 1.0 - side, side)", "tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x))"),
     "smaller_side_of_both": ("tl.where(x > 0.0, 1.0 - side, side)", "side"),
     "logits_of_the_last_part": ("scores = tl.dot(gelu(y), matrix, scores,", "scores = tl.dot(gelu(y), matrix,"),
@@ -59,31 +63,28 @@ BUGS = {
         " + wide * (INVERSE_SQRT_2_PI * tl.exp2(wide * wide * MINUS_HALF_LOG2_E))",
         "",
     ),
-    "part_ahead_is_the_first": ("hidden1 + part_of_rows(row, first + PART, R, PART)[1]", "hidden1 + to"),
+    "part_ahead_is_the_first": ("hidden + first + PART + to", "hidden + to"),
     "backward_matrix_transposed": (
-        "w2 + channel[:, None] * R + part[None, :]",
-        "w2 + part[None, :] * R + channel[:, None]",
+        "matrix + first + inner * R + lane, mask=inner < KNOWN",
+        "matrix + first * R + lane * R + inner, mask=inner < KNOWN",
     ),
     "norm_gradient_without_projection": (" - direction * common)", ")"),
     "projection_without_weight": (
-        "products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide",
-        "products += tl.sum(back.to(tl.float32) * wide",
+        "products += tl.sum(back.to(grad.dtype).to(tl.float32) * scale * wide",
+        "products += tl.sum(back.to(grad.dtype).to(tl.float32) * wide",
     ),
     "state_of_the_next_layer_lost": ("        if HAS_D_STATE:\n", "        if False:\n"),
     "previous_gets_no_gamma": (
-        "(wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype)",
-        "wide.to(grad.dtype)",
+        "d_before = wide * tl.load(gamma + first + lane).to(tl.float32)[None, :]",
+        "d_before = wide",
     ),
     "gammas_gradient_without_the_state": ("(wide, wide * before, back", "(wide, wide, back"),
     "sums_of_the_first_program": ("total = sums + tl.program_id(0).to(tl.int64) * 3 * R", "total = sums"),
-    "sums_of_the_slabs_last_program": ("        total += ahead\n", "        total = ahead\n"),
-    "layers_swapped": (
-        "grad_rows, x_rows = d_hidden + skipped, inputs + skipped",
-        "grad_rows, x_rows = d_hidden + skipped, inputs + start * R",
-    ),
+    "sums_of_the_slabs_last_program": ("        total += chain\n", "        total = chain\n"),
+    "layers_swapped": ("inputs + matrix.to(tl.int64) * rows * R", "inputs"),
     "rows_behind_the_slab": (
-        "count = tl.minimum(tl.cdiv(blocks, tl.num_programs(0)), blocks - first)",
-        "count = (blocks - first)",
+        "range(tl.program_id(0), blocks, tl.num_programs(0))",
+        "range(tl.program_id(0), blocks, 1)",
     ),
 }
 

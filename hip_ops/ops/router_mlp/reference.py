@@ -66,7 +66,8 @@ def router_mlp(
     if unweighted >= 0:
         weights = weights.masked_fill(ids == unweighted, 0.0)
     statistics = (_chosen(ids, w_out).sum(0, dtype=compute), torch.special.entr(probabilities).sum().unsqueeze(0))
-    return state, weights, ids, hidden1, hidden2, _padded(logits), torch.cat(statistics)
+    padded = F.pad(logits, (0, router_columns(logits.shape[1]) - logits.shape[1]))
+    return state, weights, ids, hidden1, hidden2, padded, torch.cat(statistics)
 
 
 def router_mlp_backward(
@@ -114,10 +115,6 @@ def router_mlp_backward(
     products = (cast(a, compute).t() @ cast(b, compute) for a, b in pairs)
     sums = (d_wide.sum(0), d_gamma, *(of_rows.sum(0, dtype=compute) for of_rows in (along, d_hidden1, d_hidden2)))
     return cast(d_wide, dtype), d_previous, torch.cat((*products, torch.stack(sums)))
-
-
-def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, router_columns(x.shape[1]) - x.shape[1]))
 
 
 def _chosen(ids: Tensor, w_out: Tensor) -> Tensor:
