@@ -34,7 +34,14 @@ BUGS = {
     ),
     "tanh_gelu": ("tl.where(x > 0.0, 1.0 - side, side)", "tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x))"),
     "smaller_side_of_both": ("tl.where(x > 0.0, 1.0 - side, side)", "side"),
-    "logits_of_the_last_part": ("scores = tl.dot(gelu(y), matrix, scores,", "scores = tl.dot(gelu(y), matrix,"),
+    "logits_of_the_last_part": (
+        'scores = tl.dot(active, matrix, scores, input_precision="ieee")\n',
+        "scores = tl.dot(active, matrix)\n",
+    ),
+    "logits_without_the_last_part": (
+        'scores = tl.dot(active, matrix, scores, input_precision="ieee").to',
+        "scores = scores.to",
+    ),
     "unknown_classes_count": (
         'wide = tl.where(known, logits.to(tl.float32), float("-inf"))',
         "wide = logits.to(tl.float32)",
@@ -83,8 +90,8 @@ BUGS = {
     "sums_of_the_slabs_last_program": ("        total += chain\n", "        total = chain\n"),
     "layers_swapped": ("inputs + matrix.to(tl.int64) * rows * R", "inputs"),
     "rows_behind_the_slab": (
-        "range(tl.program_id(0), blocks, tl.num_programs(0))",
-        "range(tl.program_id(0), blocks, 1)",
+        "range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0))",
+        "range(tl.program_id(0), tl.cdiv(rows, BLOCK), 1)",
     ),
 }
 

@@ -103,14 +103,19 @@ def router_mlp_forward_kernel(
     tl.debug_barrier()
     x = tl.load(hidden2 + at, mask=live, other=0.0)
     tl.debug_barrier()
-    scores = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    # A part's scores are added in the next iteration: its GELU, from a loop's variable, goes to shared memory, where the
+    # compiler would otherwise compute it once more for each half of the warps.
+    scores, active = tl.zeros((BLOCK, COLUMNS), tl.float32), tl.zeros((BLOCK, PART), x.dtype)
+    of_part = w_out + column[None, :] * R + lane[:, None]
     for first in range(0, R, PART):
+        matrix = tl.load(of_part + first - PART, mask=known & (first > 0), other=0.0)
+        scores = tl.dot(active, matrix, scores, input_precision="ieee")
         y = tl.dot(x, tl.load(w2 + first * R + lane[None, :] * R + channel[:, None]), input_precision="ieee")
         y = (y + tl.load(b2 + first + lane).to(tl.float32)[None, :]).to(x.dtype)
         tl.store(hidden2 + first + to, y, mask=live)
-        matrix = tl.load(w_out + first + column[None, :] * R + lane[:, None], mask=known, other=0.0)
-        scores = tl.dot(gelu(y), matrix, scores, input_precision="ieee")
-    scores = scores.to(x.dtype)
+        active = gelu(y)
+    matrix = tl.load(of_part + R - PART, mask=known, other=0.0)
+    scores = tl.dot(active, matrix, scores, input_precision="ieee").to(x.dtype)
     tl.store(logits + start * COLUMNS + row[:, None] * COLUMNS + column[None, :], scores, mask=live)
     p = softmax(scores, known)
     biased = p + tl.load(biases + column, mask=column < CLASSES, other=0.0)[None, :]
@@ -203,15 +208,17 @@ def router_mlp_parameters_kernel(
     """
     SIDE: tl.constexpr = R // TILE
     SLICE: tl.constexpr = R // (2 * SIDE * SIDE)
-    tile, blocks = tl.program_id(1), tl.cdiv(rows, BLOCK)
+    tile = tl.program_id(1)
     matrix = tile // (SIDE * SIDE)
     out, into = tile // SIDE % SIDE * TILE + tl.arange(0, TILE), tile % SIDE * TILE + tl.arange(0, TILE)
-    piece, column = (tile * SLICE + tl.arange(0, SLICE))[None, :], tl.arange(0, COLUMNS)
-    vector, one = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
+    piece = (tile * SLICE + tl.arange(0, SLICE))[None, :]
+    column, vector, one = tl.arange(0, COLUMNS), tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
     d_hidden, inputs = d_hidden + matrix.to(tl.int64) * rows * R, inputs + matrix.to(tl.int64) * rows * R
-    product, d_bias = tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, 16], tl.float32)
-    d_out, total = tl.zeros([COLUMNS, SLICE], tl.float32), tl.zeros([4, SLICE], tl.float32)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    product, d_bias, d_out, total = (
+        tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, 16], tl.float32), tl.zeros([COLUMNS, SLICE], tl.float32),
+        tl.zeros([4, SLICE], tl.float32),
+    )
+    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)):
         row = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         chain = tl.load(sums + (block * 3 + vector) * R + piece, mask=vector < 3, other=0.0)
         grad = tl.load(d_hidden + row * R + out[None, :], mask=row < rows, other=0.0)
@@ -224,7 +231,7 @@ def router_mlp_parameters_kernel(
         total += chain
     slabs += tl.program_id(0).to(tl.int64) * (2 * R + CLASSES + 5) * R
     tl.store(slabs + (matrix * R + out[:, None]) * R + into[None, :], product)
-    slabs += 2 * R * R
-    tl.store(slabs + column[:, None] * R + piece, d_out, mask=(column < CLASSES)[:, None])
-    tl.store(slabs + (CLASSES + vector) * R + piece, total, mask=vector < 3)
-    tl.store(slabs + (CLASSES + 3 + matrix) * R + out[:, None] + one, d_bias, mask=(one == 0) & (tile % SIDE == 0))
+    others = slabs + 2 * R * R
+    tl.store(others + column[:, None] * R + piece, d_out, mask=(column < CLASSES)[:, None])
+    tl.store(others + (CLASSES + vector) * R + piece, total, mask=vector < 3)
+    tl.store(others + (CLASSES + 3 + matrix) * R + out[:, None] + one, d_bias, mask=(one == 0) & (tile % SIDE == 0))
