@@ -34,14 +34,7 @@ BUGS = {
     ),
     "tanh_gelu": ("tl.where(x > 0.0, 1.0 - side, side)", "tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x))"),
     "smaller_side_of_both": ("tl.where(x > 0.0, 1.0 - side, side)", "side"),
-    "logits_of_the_last_part": (
-        'scores = tl.dot(active, matrix, scores, input_precision="ieee")\n',
-        "scores = tl.dot(active, matrix)\n",
-    ),
-    "logits_without_the_last_part": (
-        'scores = tl.dot(active, matrix, scores, input_precision="ieee").to',
-        "scores = scores.to",
-    ),
+    "logits_of_the_last_part": ("scores = tl.dot(gelu(y), matrix, scores,", "scores = tl.dot(gelu(y), matrix,"),
     "unknown_classes_count": (
         'wide = tl.where(known, logits.to(tl.float32), float("-inf"))',
         "wide = logits.to(tl.float32)",

@@ -20,17 +20,14 @@ def launch(width: int, *, warp_size: int) -> Launch:
     """
     if warp_size == 64:
         return Launch(32, 32, 4, stages=2)
-    return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
+    return Launch(64, min(width, 64), 4, stages=2)
 
 
 def parameters_launch(width: int, *, warp_size: int) -> Launch:
-    """Choose the tile of a matrix's gradient and the number of slabs: one program a multiprocessor of an H200, five for
-    six of an MI300X. The rows are those of `launch`, whose sums it reads.
+    """Choose the tile of a matrix's gradient and the number of slabs. The rows are those of `launch`, whose sums it
+    reads.
     """
-    rows, tile = launch(width, warp_size=warp_size).rows, min(width, 128)
-    if warp_size == 64:
-        return Launch(rows, tile, 4, programs=32, stages=2)
-    return Launch(rows, tile, 8 if tile == 128 else 4, programs=16, stages=3)
+    return Launch(launch(width, warp_size=warp_size).rows, min(width, 128), 4, programs=32, stages=2)
 
 
 def router_mlp(

@@ -103,19 +103,14 @@ def router_mlp_forward_kernel(
     tl.debug_barrier()
     x = tl.load(hidden2 + at, mask=live, other=0.0)
     tl.debug_barrier()
-    # A part's scores are added in the next iteration: its GELU, from a loop's variable, goes to shared memory, where the
-    # compiler would otherwise compute it once more for each half of the warps.
-    scores, active = tl.zeros((BLOCK, COLUMNS), tl.float32), tl.zeros((BLOCK, PART), x.dtype)
-    of_part = w_out + column[None, :] * R + lane[:, None]
+    scores = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for first in range(0, R, PART):
-        matrix = tl.load(of_part + first - PART, mask=known & (first > 0), other=0.0)
-        scores = tl.dot(active, matrix, scores, input_precision="ieee")
         y = tl.dot(x, tl.load(w2 + first * R + lane[None, :] * R + channel[:, None]), input_precision="ieee")
         y = (y + tl.load(b2 + first + lane).to(tl.float32)[None, :]).to(x.dtype)
         tl.store(hidden2 + first + to, y, mask=live)
-        active = gelu(y)
-    matrix = tl.load(of_part + R - PART, mask=known, other=0.0)
-    scores = tl.dot(active, matrix, scores, input_precision="ieee").to(x.dtype)
+        matrix = tl.load(w_out + first + column[None, :] * R + lane[:, None], mask=known, other=0.0)
+        scores = tl.dot(gelu(y), matrix, scores, input_precision="ieee")
+    scores = scores.to(x.dtype)
     tl.store(logits + start * COLUMNS + row[:, None] * COLUMNS + column[None, :], scores, mask=live)
     p = softmax(scores, known)
     biased = p + tl.load(biases + column, mask=column < CLASSES, other=0.0)[None, :]
@@ -212,10 +207,11 @@ def router_mlp_parameters_kernel(
     matrix = tile // (SIDE * SIDE)
     out, into = tile // SIDE % SIDE * TILE + tl.arange(0, TILE), tile % SIDE * TILE + tl.arange(0, TILE)
     piece = (tile * SLICE + tl.arange(0, SLICE))[None, :]
-    column, vector, one = tl.arange(0, COLUMNS), tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
+    # 64 columns for the classes: fewer rows of a product are no wgmma, whose loop waits for no other instruction
+    column, vector, one = tl.arange(0, 64), tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
     d_hidden, inputs = d_hidden + matrix.to(tl.int64) * rows * R, inputs + matrix.to(tl.int64) * rows * R
     product, d_bias, d_out, total = (
-        tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, 16], tl.float32), tl.zeros([COLUMNS, SLICE], tl.float32),
+        tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, 16], tl.float32), tl.zeros([64, SLICE], tl.float32),
         tl.zeros([4, SLICE], tl.float32),
     )
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)):
@@ -225,7 +221,8 @@ def router_mlp_parameters_kernel(
         x = tl.load(inputs + row * R + into[None, :], mask=row < rows, other=0.0)
         product = tl.dot(grad.T, x, product, input_precision="ieee")
         d_bias = tl.dot(grad.T, tl.full([BLOCK, 16], 1.0, grad.dtype), d_bias, input_precision="ieee")
-        scores = tl.load(d_logits + row * COLUMNS + column[None, :], mask=row < rows, other=0.0)
+        known = (row < rows) & (column < COLUMNS)[None, :]
+        scores = tl.load(d_logits + row * COLUMNS + column[None, :], mask=known, other=0.0)
         active = tl.load(active2 + row * R + piece, mask=row < rows, other=0.0)
         d_out = tl.dot(scores.T, active, d_out, input_precision="ieee")
         total += chain
