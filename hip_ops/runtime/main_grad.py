@@ -13,6 +13,7 @@ new object of the right layout. DDP does not read it, because `grad_added_to_mai
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from hip_ops.runtime.operator import OPERATORS, Operator, all_operators
 
 logger = logging.getLogger("hip_ops")
+PIECE_ELEMENTS = 2**12  # of a gradient that is added with others
 ROUNDED_ELEMENTS = 2**25  # of a product that is rounded before it is added: 64 MiB, where the head's would be 1 GiB
 
 
@@ -94,8 +96,9 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
     """
     totals = [None if weight is None else main_grad_of(weight) for weight in weights]
     direct = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None]
-    if direct:
-        torch._foreach_add_(*map(list, zip(*direct, strict=True)))
+    if direct:  # in pieces, because torch adds up to 65,536 elements of a tensor in one block of threads
+        pieces = (zip(*(tensor.view(-1).split(PIECE_ELEMENTS) for tensor in pair), strict=True) for pair in direct)
+        torch._foreach_add_(*map(list, zip(*itertools.chain(*pieces), strict=True)))
     return [
         None if weight is None else gradient.to(weight.dtype) if total is None else handed_over(weight)
         for weight, total, gradient in zip(weights, totals, gradients, strict=True)

@@ -73,7 +73,7 @@ def differences(
         try:
             want = [reference(*theirs), list(theirs)]
             return [
-                _under(condition, candidate, arguments, want, compare or _compare, tolerance, repeats, written)
+                _under(condition, candidate, arguments, want, compare or compare_tensors, tolerance, repeats, written)
                 for condition in conditions
             ]
         finally:
@@ -131,7 +131,8 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_of(item, f"{name}[{place}]")
 
 
-def _compare(got: list, want: list, tolerance: float | None) -> str | None:
+def compare_tensors(got: list, want: list, tolerance: float | None) -> str | None:
+    """Return the first difference of two [result, arguments], or None."""
     pairs = [
         (*tensors_of(got[0], "result"), *tensors_of(got[1], "argument")),
         (*tensors_of(want[0], "result"), *tensors_of(want[1], "argument")),

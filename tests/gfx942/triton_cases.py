@@ -272,7 +272,7 @@ def _cca_prologue(which: str, heads: int = 8) -> TritonObject:
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
 
 
-ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "sums"), "*fp32") | {
+ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "sums", "slabs"), "*fp32") | {
     "ids": "*i64",
     "forced": "*i64",
     "rows": "i32",
@@ -284,24 +284,30 @@ ROUTER_TYPES = dict.fromkeys(("biases", "weights", "d_weights", "statistics", "s
 NOT_SMALL = ("gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out", "rows", "unweighted", "eps")
 
 
-def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
-    """A router, ZAYA1's by default, with a layer before it and one behind."""
-    from hip_ops.ops.router_mlp import triton, triton_kernels
+def router_launch(which: str, width: int, warp_size: int):
+    """The launch of the kernel `which`: forward, backward or parameters."""
+    from hip_ops.ops.router_mlp import triton
+
+    return (triton.parameters_launch if which == "parameters" else triton.launch)(width, warp_size=warp_size)
+
+
+def router_constants(width: int, classes: int, chosen) -> dict:
+    """A router's constants, with a layer before it and one behind; each kernel has some of them."""
     from hip_ops.saved_bytes import router_columns
 
-    chosen = triton.launch(width, warp_size=64)
+    sizes = {"R": width, "CLASSES": classes, "COLUMNS": router_columns(classes), "BLOCK": chosen.rows}
+    has = {"HAS_PREVIOUS": True, "HAS_FORCED": False, "HAS_D_STATE": True}
+    return has | sizes | {"PART": chosen.columns, "TILE": chosen.columns}
+
+
+def router_mlp(which: str, width: int = 256, classes: int = 17) -> TritonObject:
+    """A router, ZAYA1's by default."""
+    from hip_ops.ops.router_mlp import triton_kernels
+
+    chosen = router_launch(which, width, warp_size=64)
     kernel = getattr(triton_kernels, f"router_mlp_{which}_kernel")
     types = dict.fromkeys(kernel.arg_names, "*bf16") | ROUTER_TYPES
-    constexprs = {
-        "HAS_PREVIOUS": True,
-        "HAS_FORCED": False,
-        "HAS_D_STATE": True,
-        "R": width,
-        "CLASSES": classes,
-        "COLUMNS": router_columns(classes),
-        "BLOCK": chosen.rows,
-        "PART": chosen.columns,
-    }
+    constexprs = router_constants(width, classes, chosen)
     loose = ("rows", "unweighted", "biases")
     small = [name for name in kernel.arg_names if name not in (*NOT_SMALL, *constexprs)]  # activations
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=loose, small=small)
@@ -331,8 +337,11 @@ CASES: dict[str, Callable[[], TritonObject]] = {
         for kind in ("rows_t", "rows", "outer")
         for small in (False, True)
     },
-    "router_mlp_forward": lambda: router_mlp("forward"),
-    "router_mlp_backward": lambda: router_mlp("backward"),
+    **{
+        f"router_mlp_{which}{suffix}": functools.partial(router_mlp, which, classes=classes)
+        for suffix, classes in (("", 17), ("_74b", 25))
+        for which in ("forward", "backward", "parameters")
+    },
     "expert_count": lambda: _expert_rows("count"),
     "expert_place": lambda: _expert_rows("place"),
     "expert_gather": lambda: _expert_rows("gather"),
@@ -348,8 +357,6 @@ CASES: dict[str, Callable[[], TritonObject]] = {
         f"cca_prologue_{which}_74b": functools.partial(_cca_prologue, which, 16)
         for which in ("forward", "norm", "input", "weight", "sum")
     },
-    "router_mlp_forward_74b": lambda: router_mlp("forward", classes=25),
-    "router_mlp_backward_74b": lambda: router_mlp("backward", classes=25),
     **{
         f"expert_{which}_74b": functools.partial(_expert_rows, which, OF_74B, 24)
         for which in ("count", "place", "gather")

@@ -19,22 +19,21 @@ CASES = (
     Router(37, 32, 5),
     Router(20, 64, 17, averaged=False, forced=False, unweighted=False, uses_state=False),
     Router(1, 32, 16),
+    Router(100, 64, 16),
 )
 
 # name: (right, wrong)
 BUGS = {
-    "state_without_bias": (" + tl.load(b_down + part).to(tl.float32)[None, :]", ""),
-    "gamma_forgotten": ("                * tl.load(gamma + part).to(tl.float32)[None, :]\n", ""),
-    "norm_of_one_part": ("squares += tl.sum(y.to", "squares = tl.sum(y.to"),
-    "eps_inside_the_mean": (
-        "inverse = tl.rsqrt(squares / R + eps)[:, None]",
-        "inverse = tl.rsqrt((squares + eps) / R)[:, None]",
+    "state_without_bias": ("    wide += tl.load(b_down + channel).to(tl.float32)[None, :]\n", ""),
+    "gamma_forgotten": ("before * tl.load(gamma + channel).to(tl.float32)[None, :]", "before"),
+    "norm_of_the_last_part": ("squares += tl.sum(wide", "squares = tl.sum(wide"),
+    "eps_inside_the_mean": ("axis=1) / R + eps)[:, None]", "axis=1) / R + eps / R)[:, None]"),
+    "matrix_transposed": (
+        "w1 + first * R + lane[None, :] * R + channel[:, None]",
+        "w1 + first + channel[:, None] * R + lane[None, :]",
     ),
-    "matrix_transposed": ("w1 + part[None, :] * R + channel[:, None]", "w1 + channel[:, None] * R + part[None, :]"),
-    "tanh_gelu": (
-        "tl.erf(wide * INVERSE_SQRT_2)))",
-        "2.0 * tl.sigmoid(1.5957691216 * (wide + 0.044715 * wide * wide * wide)) - 1.0))",
-    ),
+    "tanh_gelu": ("tl.where(x > 0.0, 1.0 - side, side)", "tl.sigmoid(1.5957691216 * (x + 0.044715 * x * x * x))"),
+    "smaller_side_of_both": ("tl.where(x > 0.0, 1.0 - side, side)", "side"),
     "logits_of_the_last_part": ("scores = tl.dot(gelu(y), matrix, scores,", "scores = tl.dot(gelu(y), matrix,"),
     "unknown_classes_count": (
         'wide = tl.where(known, logits.to(tl.float32), float("-inf"))',
@@ -60,23 +59,33 @@ BUGS = {
     "entropy_of_rows_behind_the_end": ("tl.where(live, -p *", "tl.where(p >= 0.0, -p *"),
     "skipped_have_gradients": ("mask=inside & (choice != unweighted)", "mask=inside"),
     "gradient_without_probability": ("    upstream *= tl.sum(tl.where(chosen, p, 0.0), axis=1)\n", ""),
-    "gradient_of_gelu_without_its_slope": (" + wide * INVERSE_SQRT_2_PI * tl.exp(-0.5 * wide * wide)", ""),
+    "gradient_of_gelu_without_its_slope": (
+        " + wide * (INVERSE_SQRT_2_PI * tl.exp2(wide * wide * MINUS_HALF_LOG2_E))",
+        "",
+    ),
+    "part_ahead_is_the_first": ("hidden + first + PART + to", "hidden + to"),
     "backward_matrix_transposed": (
-        "w2 + channel[:, None] * R + part[None, :]",
-        "w2 + part[None, :] * R + channel[:, None]",
+        "matrix + first + inner * R + lane, mask=inner < KNOWN",
+        "matrix + first * R + lane * R + inner, mask=inner < KNOWN",
     ),
     "norm_gradient_without_projection": (" - direction * common)", ")"),
     "projection_without_weight": (
-        "products += tl.sum(back.to(tl.float32) * tl.load(w_norm + part).to(tl.float32)[None, :] * wide",
-        "products += tl.sum(back.to(tl.float32) * wide",
+        "products += tl.sum(back.to(grad.dtype).to(tl.float32) * scale * wide",
+        "products += tl.sum(back.to(grad.dtype).to(tl.float32) * wide",
     ),
     "state_of_the_next_layer_lost": ("        if HAS_D_STATE:\n", "        if False:\n"),
     "previous_gets_no_gamma": (
-        "(wide * tl.load(gamma + part).to(tl.float32)[None, :]).to(grad.dtype)",
-        "wide.to(grad.dtype)",
+        "d_before = wide * tl.load(gamma + first + lane).to(tl.float32)[None, :]",
+        "d_before = wide",
     ),
-    "gammas_gradient_without_the_state": ("tl.sum(wide * before, axis=0)", "tl.sum(wide, axis=0)"),
-    "sums_of_the_first_program": ("total = sums + tl.program_id(0).to(tl.int64) * 5 * R", "total = sums"),
+    "gammas_gradient_without_the_state": ("(wide, wide * before, back", "(wide, wide, back"),
+    "sums_of_the_first_program": ("total = sums + tl.program_id(0).to(tl.int64) * 3 * R", "total = sums"),
+    "sums_of_the_slabs_last_program": ("        total += chain\n", "        total = chain\n"),
+    "layers_swapped": ("inputs + matrix.to(tl.int64) * rows * R", "inputs"),
+    "rows_behind_the_slab": (
+        "range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0))",
+        "range(tl.program_id(0), tl.cdiv(rows, BLOCK), 1)",
+    ),
 }
 
 
@@ -86,6 +95,7 @@ def kernels(folder: Path, name: str | None = None) -> ModuleType:
 
     module, with_bug = triton_copy(folder, triton, {}, None), triton_copy(folder, triton_kernels, BUGS, name)
     module.launch = lambda width, warp_size: module.Launch(16, 16, 4, stages=2)
+    module.parameters_launch = lambda width, warp_size: module.Launch(16, width // 2, 4, programs=2)
     module.launch_triton_kernel = lambda operator, kernel, grid, *arguments, device, **keywords: (
         getattr(with_bug, kernel)[grid](*arguments, **keywords) if all(grid) else None
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hip_ops
-from hip_ops.ops.router_mlp import Routed, RouterGradients, RouterParameters, reference
+from hip_ops.ops.router_mlp import Routed, RouterParameters, reference
 
 EPS = 1e-5
 # Of the norm of the exact result. bf16: what its torch reference has is the measure besides, see `check`.
@@ -163,25 +163,19 @@ def check_forward(version, case: Router, device="cpu") -> Routed:
     return got
 
 
-def gradients(found: RouterGradients, classes: int) -> dict[str, Tensor]:
-    """By the names of router_mlp's arguments, with the products that are the caller's."""
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return a.double().t() @ b.double()
-
-    assert not found.d_logits[:, classes:].any(), "d_logits is wrong behind the last class"
-    own = dict(zip(reference.SUM_NAMES, found.sums, strict=True)) | {
-        "projected": found.d_projected,
-        "previous": found.d_previous,
-    }
-    matrices = {"w1": product(found.d_hidden1, found.normed), "w2": product(found.d_hidden2, found.active1)}
-    return own | matrices | {"w_out": product(found.d_logits[:, :classes], found.active2)}
+def gradients(results: tuple, classes: int) -> dict[str, Tensor]:
+    """By the names of router_mlp's arguments, from the operator's results."""
+    d_projected, d_previous, of_parameters = results
+    width = of_parameters.shape[1]
+    w1, w2, w_out, sums = of_parameters.split((width, width, classes, len(reference.SUM_NAMES)))
+    own = {"projected": d_projected, "previous": d_previous, "w1": w1, "w2": w2, "w_out": w_out}
+    return own | dict(zip(reference.SUM_NAMES, sums, strict=True))
 
 
 NAMES = ("projected", "previous", "gamma", "b_down", "w_norm", "w1", "b1", "w2", "b2", "w_out")
 
 
-def check_backward(version, case: Router, device="cpu") -> RouterGradients:
+def check_backward(version, case: Router, device="cpu") -> None:
     arguments = case.arguments(device)
     on_cpu = tuple(t.cpu() if isinstance(t, Tensor) else t for t in arguments)
     routed = Routed(*reference.router_mlp(*on_cpu))
@@ -200,16 +194,10 @@ def check_backward(version, case: Router, device="cpu") -> RouterGradients:
         on_cpu[7],
         on_cpu[9],
     )
-    found = RouterGradients(
-        *version.router_mlp_backward(*(None if t is None else t.to(device) for t in given), *arguments[12:])
-    )
-    got = gradients(found, case.classes)
+    moved = (None if t is None else t.to(device) for t in given)
+    got = gradients(version.router_mlp_backward(*moved, *arguments[12:]), case.classes)
     half = case.dtype in (torch.bfloat16, torch.float16)
-    theirs = (
-        gradients(RouterGradients(*reference.router_mlp_backward(*given, *arguments[12:])), case.classes)
-        if half
-        else {}
-    )
+    theirs = gradients(reference.router_mlp_backward(*given, *arguments[12:]), case.classes) if half else {}
     state, _, probabilities, _, leaves = exact(arguments)
     weights = (
         probabilities.gather(-1, routed.ids.unsqueeze(-1)).squeeze(-1).masked_fill(routed.ids == arguments[13], 0.0)
@@ -220,4 +208,3 @@ def check_backward(version, case: Router, device="cpu") -> RouterGradients:
         _within(f"gradient of {name}", got[name], want, case.dtype, theirs.get(name))
     if not case.averaged:
         assert got["previous"].numel() == 0 and not got["gamma"].any()
-    return found

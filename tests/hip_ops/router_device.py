@@ -12,21 +12,21 @@ from torch import Tensor
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.saved_bytes import router_columns
 from tests.gfx942.emulator import Counters, Device
-from tests.gfx942.triton_cases import NOT_SMALL
+from tests.gfx942.triton_cases import NOT_SMALL, router_constants, router_launch
 from tests.gfx942.triton_objects import TritonObject, triton_code_object
 from tests.hip_ops.expert_path_device import NUMPY, TYPES, to_numpy, to_torch
 
 RESULTS = ("state", "weights", "ids", "hidden1", "hidden2", "logits", "statistics")
-GRADIENTS = ("d_projected", "d_previous", "sums", "d_hidden1", "normed", "d_hidden2", "active1", "d_logits", "active2")
+CHAIN = ("d_projected", "d_hidden1", "normed", "d_hidden2", "active1", "active2")
 
 
 @dataclass
 class RouterOnDevice:
-    """counters, code: of the last launch."""
+    """counters: of the last launch. codes: of the last launch of each kernel, by forward, backward and parameters."""
 
     device: Device = field(default_factory=Device)
     counters: Counters | None = None
-    code: TritonObject | None = None
+    codes: dict[str, TritonObject] = field(default_factory=dict)
 
     def run(
         self,
@@ -35,26 +35,20 @@ class RouterOnDevice:
         results: dict[str, tuple],
         flags: dict,
         w_out: Tensor,
-        eps: float,
-        unweighted: int,
+        rows: int,
+        eps: float = 0.0,
+        unweighted: int = -1,
     ) -> dict:
         """results: shape and dtype of what the kernel writes. Absent tensors are any pointer of the right type, as in
         the launcher.
         """
-        from hip_ops.ops.router_mlp import triton, triton_kernels
+        from hip_ops.ops.router_mlp import triton_kernels
 
         kernel = getattr(triton_kernels, f"router_mlp_{which}_kernel")
         classes, width = w_out.shape
-        chosen = triton.launch(width, warp_size=64)
-        constants = {
-            **flags,
-            "R": width,
-            "CLASSES": classes,
-            "COLUMNS": router_columns(classes),
-            "BLOCK": chosen.rows,
-            "PART": chosen.columns,
-        }
-        rows = len(given["hidden1"] if which == "backward" else given["projected"])
+        chosen = router_launch(which, width, warp_size=64)
+        constants = router_constants(width, classes, chosen) | flags
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         outs = {name: self.device.alloc(shape, NUMPY[dtype]) for name, (shape, dtype) in results.items()}
         types = {name: TYPES[dtype] for name, (_, dtype) in results.items()} | {
             "rows": "i32",
@@ -68,7 +62,7 @@ class RouterOnDevice:
         }
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
         pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-        self.code = triton_code_object(
+        self.codes[which] = triton_code_object(
             kernel,
             signature,
             constants,
@@ -82,13 +76,12 @@ class RouterOnDevice:
             | outs
             | numbers
         )
-        self.counters = self.code.launch(self.device, -(-rows // chosen.rows), [put[name] for name in signature])
+        grid = chosen.grid(rows, *((2 * width * width // chosen.columns,) if which == "parameters" else ()))
+        self.counters = self.codes[which].launch(self.device, grid, [put[name] for name in signature])
         return {name: to_torch(buffer.read()) for name, buffer in outs.items()}
 
-    def programs(self, rows: int, width: int) -> int:
-        from hip_ops.ops.router_mlp import triton as kernels
-
-        return -(-rows // kernels.launch(width, warp_size=64).rows)
+    def programs(self, which: str, rows: int, width: int) -> int:
+        return router_launch(which, width, warp_size=64).grid(rows)[0]
 
     def router_mlp(
         self, projected, previous, gamma, b_down, w_norm, w1, b1, w2, b2, w_out, biases, forced, eps, unweighted
@@ -112,7 +105,7 @@ class RouterOnDevice:
             "weights": ((rows,), torch.float32),
             "ids": ((rows,), torch.int64),
             "logits": ((rows, router_columns(classes)), dtype),
-            "statistics": ((self.programs(rows, width), classes + 1), torch.float32),
+            "statistics": ((self.programs("forward", rows, width), classes + 1), torch.float32),
         }
         found = self.run(
             "forward",
@@ -120,6 +113,7 @@ class RouterOnDevice:
             results,
             {"HAS_PREVIOUS": gamma is not None, "HAS_FORCED": forced is not None},
             w_out,
+            rows,
             eps,
             unweighted,
         )
@@ -160,19 +154,17 @@ class RouterOnDevice:
             w2=w2,
             w_out=w_out,
         )
-        results = {name: ((rows, width), dtype) for name in GRADIENTS} | {
+        results = dict.fromkeys(CHAIN, ((rows, width), dtype)) | {
             "d_previous": ((rows if gamma is not None else 0, width), dtype),
             "d_logits": ((rows, router_columns(classes)), dtype),
-            "sums": ((self.programs(rows, width), len(SUM_NAMES), width), torch.float32),
+            "sums": ((self.programs("backward", rows, width), 3, width), torch.float32),
         }
-        found = self.run(
-            "backward",
-            given,
-            results,
-            {"HAS_PREVIOUS": gamma is not None, "HAS_D_STATE": d_state is not None},
-            w_out,
-            eps,
-            unweighted,
-        )
-        found["sums"] = found["sums"].sum(0)
-        return tuple(found[name] for name in GRADIENTS)
+        flags = {"HAS_PREVIOUS": gamma is not None, "HAS_D_STATE": d_state is not None}
+        found = self.run("backward", given, results, flags, w_out, rows, eps, unweighted)
+        given = {name: found[name] for name in ("d_logits", "active2", "sums")} | {
+            "d_hidden": torch.stack((found["d_hidden1"], found["d_hidden2"])),
+            "inputs": torch.stack((found["normed"], found["active1"])),
+        }
+        shape = (self.programs("parameters", rows, width), 2 * width + classes + len(SUM_NAMES), width)
+        slabs = self.run("parameters", given, {"slabs": (shape, torch.float32)}, {}, w_out, rows)["slabs"]
+        return found["d_projected"], found["d_previous"], slabs.sum(0)

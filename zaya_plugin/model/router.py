@@ -54,25 +54,19 @@ class RouterMLP(torch.autograd.Function):
         if d_weights is None:
             d_weights = torch.zeros(len(state), dtype=hip_ops.wide(state.dtype), device=state.device)
         routed = Routed(state, d_weights, ids, hidden1, hidden2, logits, d_weights)
-        chain = hip_ops.router_mlp_backward(
+        results = hip_ops.router_mlp_backward(
             d_weights, d_state, routed, previous, RouterParameters(*saved, None), **ctx.options
         )
         needs_projected, needs_previous, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(RouterParameters._fields) :]
         mine = RouterParameters(*(p if need else None for p, need in zip(ctx.parameters, needs, strict=True)))
-        d_w1, d_w2, d_out = (
-            None if matrix is None else add_product(matrix, a, b)
-            for matrix, a, b in (
-                (mine.w1, chain.d_hidden1, chain.normed),
-                (mine.w2, chain.d_hidden2, chain.active1),
-                (mine.w_out, chain.d_logits, chain.active2),
-            )
+        d_b_down, d_gamma, d_norm, d_b1, d_b2, d_w1, d_w2, d_out = add_gradients(
+            [mine.b_down, mine.gamma, mine.w_norm, mine.b1, mine.b2, mine.w1, mine.w2, mine.w_out],
+            [*results.sums, results.d_w1, results.d_w2, results.d_out],
         )
-        vectors = [mine.b_down, mine.gamma, mine.w_norm, mine.b1, mine.b2]  # the order of `sums`
-        d_b_down, d_gamma, d_norm, d_b1, d_b2 = add_gradients(vectors, chain.sums.unbind())
         gradients = RouterParameters(d_gamma, d_b_down, d_norm, d_w1, d_b1, d_w2, d_b2, d_out, biases=None)
-        d_projected = chain.d_projected if needs_projected else None
-        return d_projected, chain.d_previous if needs_previous else None, None, None, None, *gradients
+        d_projected = results.d_projected if needs_projected else None
+        return d_projected, results.d_previous if needs_previous else None, None, None, None, *gradients
 
 
 class InputAndLinear(torch.autograd.Function):

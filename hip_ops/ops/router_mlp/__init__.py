@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and the chain of its
-gradients in another.
+"""ZAYA1's router behind its down projection as torch operators: state, MLP and choice in one pass, and their gradients
+in another.
 
-Conventions that all versions share are in reference.py. The operators register no gradients: callers
-build the backward pass from `router_mlp_backward` and the matrices' products, which they may add directly to main
-gradients.
+Conventions that all versions share are in reference.py. The operators register no gradients: callers build the backward
+pass from `router_mlp_backward`, whose fp32 gradients of the parameters they may add directly to main gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from hip_ops.ops.router_mlp import reference
 from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.self_check import TOLERANCES, worst
+from hip_ops.runtime.self_check import TOLERANCES, compare_tensors, worst
 from hip_ops.saved_bytes import router_columns
 
 TRITON_WIDTHS = (32, 64, 128, 256)
@@ -56,22 +55,16 @@ class Routed(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """The results of `router_mlp_backward`: all gradients except those of the matrices, which are d_hidden1^T normed,
-    d_hidden2^T active1 and d_logits^T active2.
-
-    d_previous is None without gamma. sums fp32 [5, r]: gradients of b_down, gamma (zeros without it), w_norm, b1 and
-    b2. d_logits [n, c], its rows strided.
+    """The results of `router_mlp_backward`. d_projected and d_previous [n, r], None without gamma. d_w1, d_w2 [r, r],
+    d_out [c, r] and sums [5, r] in fp32: sums are the gradients of b_down, gamma (zeros without it), w_norm, b1 and b2.
     """
 
     d_projected: Tensor
     d_previous: Tensor | None
+    d_w1: Tensor
+    d_w2: Tensor
+    d_out: Tensor
     sums: Tensor
-    d_hidden1: Tensor
-    normed: Tensor
-    d_hidden2: Tensor
-    active1: Tensor
-    d_logits: Tensor
-    active2: Tensor
 
 
 def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
@@ -125,6 +118,18 @@ def _compare(got: list, want: list, tolerance: float) -> str | None:
         if text:
             return text
     return None
+
+
+def _parts(gradients: Tensor) -> tuple[Tensor, ...]:
+    """Split the parameters' gradients [2 r + c + 5, r] into d_w1, d_w2, d_out and sums."""
+    rows, width = gradients.shape
+    return gradients.split((width, width, rows - 2 * width - len(reference.SUM_NAMES), len(reference.SUM_NAMES)))
+
+
+def _compare_gradients(got: list, want: list, tolerance: float) -> str | None:
+    """Return the difference, or None. d_w1, d_w2, d_out and sums are results of their own."""
+    both = ([[*results[:2], *_parts(results[2])], arguments] for results, arguments in (got, want))
+    return compare_tensors(*both, tolerance)
 
 
 def _fits(w_out: Tensor) -> bool:
@@ -190,6 +195,7 @@ _backward = Operator(
     more_examples={
         "triton": (functools.partial(_backward_example, first=True), functools.partial(_backward_example, last=True))
     },
+    compare=_compare_gradients,
     tolerance=2 * TOLERANCES[torch.bfloat16],  # sums of bf16 numbers, a few of which round the other way
     fits={"triton": lambda *arguments: _fits(arguments[12])},
 )
@@ -228,16 +234,11 @@ def router_mlp_backward(
     """Return the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
     None.
 
-    The gradients of the three matrices are the caller's products of what is returned, as d_w2 = d_hidden2^T active1.
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Of the parameters only
     gamma, w_norm and the matrices are read. Other arguments and errors as there.
     """
     state, _, ids, hidden1, hidden2, logits, _ = routed
     gamma, _, w_norm, w1, _, w2, _, w_out, _ = parameters
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids)
-    d_projected, d_previous, sums, *pairs, d_logits, active2 = _backward(
-        d_weights, d_state, *saved, w_norm, w1, w2, w_out, eps, unweighted
-    )
-    return RouterGradients(
-        d_projected, None if gamma is None else d_previous, sums, *pairs, d_logits[:, : len(w_out)], active2
-    )
+    d_projected, d_previous, gradients = _backward(d_weights, d_state, *saved, w_norm, w1, w2, w_out, eps, unweighted)
+    return RouterGradients(d_projected, None if gamma is None else d_previous, *_parts(gradients))

@@ -25,7 +25,7 @@ from torch import Tensor
 from hip_ops.runtime.launch import cast, wide
 from hip_ops.saved_bytes import router_columns
 
-SUM_NAMES = ("b_down", "gamma", "w_norm", "b1", "b2")  # the rows of the sums that `router_mlp_backward` returns
+SUM_NAMES = ("b_down", "gamma", "w_norm", "b1", "b2")  # in the last rows of what `router_mlp_backward` returns
 
 
 def router_mlp(
@@ -66,7 +66,8 @@ def router_mlp(
     if unweighted >= 0:
         weights = weights.masked_fill(ids == unweighted, 0.0)
     statistics = (_chosen(ids, w_out).sum(0, dtype=compute), torch.special.entr(probabilities).sum().unsqueeze(0))
-    return state, weights, ids, hidden1, hidden2, _padded(logits), torch.cat(statistics)
+    padded = F.pad(logits, (0, router_columns(logits.shape[1]) - logits.shape[1]))
+    return state, weights, ids, hidden1, hidden2, padded, torch.cat(statistics)
 
 
 def router_mlp_backward(
@@ -85,12 +86,11 @@ def router_mlp_backward(
     w_out: Tensor,
     eps: float,
     unweighted: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
-    d_projected [n, r], d_previous [n, r] (empty without gamma), sums over the rows fp32 [5, r], the gradients of
-    SUM_NAMES, and three pairs whose products are the gradients of w1, w2 and w_out: d_hidden1 and normed, d_hidden2 and
-    gelu(hidden1) [n, r], d_logits [n, router_columns(c)] and gelu(hidden2).
+    d_projected [n, r], d_previous [n, r] (empty without gamma) and the parameters' gradients fp32 [2 r + c + 5, r], not
+    rounded: those of w1, w2, w_out and SUM_NAMES, of which gamma's is zero without it.
     """
     dtype, compute = state.dtype, wide(state.dtype)
     probabilities = torch.softmax(logits[:, : len(w_out)], dim=-1, dtype=compute)
@@ -111,13 +111,10 @@ def router_mlp_backward(
     d_previous, d_gamma = state.new_empty(0), d_wide.new_zeros(d_wide.shape[1])
     if gamma is not None:
         d_previous, d_gamma = cast(d_wide * gamma, dtype), (d_wide * previous).sum(0)
+    pairs = ((d_hidden1, normed), (d_hidden2, _gelu(hidden1)), (d_logits, _gelu(hidden2)))
+    products = (cast(a, compute).t() @ cast(b, compute) for a, b in pairs)
     sums = (d_wide.sum(0), d_gamma, *(of_rows.sum(0, dtype=compute) for of_rows in (along, d_hidden1, d_hidden2)))
-    pairs = (d_hidden1, normed, d_hidden2, _gelu(hidden1), _padded(d_logits), _gelu(hidden2))
-    return cast(d_wide, dtype), d_previous, torch.stack(sums), *pairs
-
-
-def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, router_columns(x.shape[1]) - x.shape[1]))
+    return cast(d_wide, dtype), d_previous, torch.cat((*products, torch.stack(sums)))
 
 
 def _chosen(ids: Tensor, w_out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hip_ops.ops.router_mlp.reference import SUM_NAMES
 from hip_ops.runtime.code_objects import launch_triton_kernel
-from hip_ops.runtime.launch import Launch, contiguous, plan
+from hip_ops.runtime.launch import WARP_SIZE, Launch, contiguous, plan
 from hip_ops.saved_bytes import router_columns
 
 TILE_NAMES = ("BLOCK", "PART", "num_stages")
@@ -20,7 +20,14 @@ def launch(width: int, *, warp_size: int) -> Launch:
     """
     if warp_size == 64:
         return Launch(32, 32, 4, stages=2)
-    return Launch(64, 64, 8, stages=2, registers=128) if width >= 128 else Launch(64, width, 4, stages=2)
+    return Launch(64, min(width, 64), 4, stages=2)
+
+
+def parameters_launch(width: int, *, warp_size: int) -> Launch:
+    """Choose the tile of a matrix's gradient and the number of slabs. The rows are those of `launch`, whose sums it
+    reads.
+    """
+    return Launch(launch(width, warp_size=warp_size).rows, min(width, 128), 4, programs=32, stages=2)
 
 
 def router_mlp(
@@ -63,16 +70,23 @@ def router_mlp_backward(
     )
     (rows, width), classes, device = state.shape, w_out.shape[0], state.device
     grid, keywords = plan(launch, TILE_NAMES, (rows,), width)
-    columns = router_columns(classes)
-    d_projected, d_hidden1, normed, d_hidden2, active1, active2 = (torch.empty_like(state) for _ in range(6))
+    d_hidden, inputs = (torch.empty((2, rows, width), dtype=state.dtype, device=device) for _ in range(2))
+    d_projected, active2 = torch.empty_like(state), torch.empty_like(state)
     d_previous = torch.empty_like(state) if gamma is not None else state.new_empty(0)
-    d_logits = torch.empty((rows, columns), dtype=state.dtype, device=device)
-    sums = torch.empty((*grid, len(SUM_NAMES), width), dtype=torch.float32, device=device)
+    d_logits = torch.empty_like(logits)
+    sums = torch.empty((*grid, 3, width), dtype=torch.float32, device=device)
+    constants = {"R": width, "CLASSES": classes, "COLUMNS": router_columns(classes), "device": device}
     launch_triton_kernel(
         "router_mlp", "router_mlp_backward_kernel", grid, d_weights, state if d_state is None else d_state, state,
         state if gamma is None else previous, w_norm if gamma is None else gamma, hidden1, hidden2, logits, ids, w_norm,
-        w1, w2, w_out, d_projected, d_previous, sums, d_hidden1, normed, d_hidden2, active1, d_logits, active2, rows,
-        eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, R=width, CLASSES=classes,
-        COLUMNS=columns, device=device, **keywords,
+        w1, w2, w_out, d_projected, d_previous, sums, d_hidden[0], inputs[0], d_hidden[1], inputs[1], d_logits, active2,
+        rows, eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **constants, **keywords,
     )
-    return d_projected, d_previous, sums.sum(0), d_hidden1, normed, d_hidden2, active1, d_logits, active2
+    tiles = 2 * width * width // parameters_launch(width, warp_size=WARP_SIZE).columns
+    grid, keywords = plan(parameters_launch, ("BLOCK", "TILE", "num_stages"), (rows, tiles), width)
+    slabs = torch.empty((grid[0], 2 * width + classes + len(SUM_NAMES), width), dtype=torch.float32, device=device)
+    launch_triton_kernel(
+        "router_mlp", "router_mlp_parameters_kernel", grid, d_hidden, inputs, d_logits, active2, sums, slabs, rows,
+        **constants, **keywords,
+    )
+    return d_projected, d_previous, slabs.sum(0)
