@@ -74,8 +74,9 @@ def launch(
     if kernel in ("forward", "input"):
         if exact:
             return HeadLaunch(16, d, 8, processors, inputs=inputs)
-        # Four warps: see `halves`.
-        return HeadLaunch(64 if nvidia else 32, d, 4, processors, stages=2 if nvidia and not narrow else 1, inputs=inputs)
+        if nvidia and not narrow:
+            return HeadLaunch(64, d, 4, processors, stages=2)  # four warps: see `halves`
+        return HeadLaunch(32, d, 4, processors * (1 if nvidia else 2), inputs=inputs)
     assert kernel == "weight", kernel
 
     def programs(resident: int, part: int = d) -> int:

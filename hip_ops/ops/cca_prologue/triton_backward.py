@@ -22,6 +22,7 @@ import triton.language as tl
 
 from hip_ops.ops.cca_prologue.triton_forward import (
     half_columns,
+    halves,
     head_and_tiles,
     head_taps,
     normalised,
@@ -211,21 +212,22 @@ def cca_prologue_input_kernel(
         )
         if i < tiles:  # always; see cca_prologue_forward_kernel
             f3 = (start + tl.arange(0, BLOCK))[None, :, None]
-            t3, entry3, row3, chunk3 = place(f3, rows + EARLY, batch, by_early, by_batch)
-            flat = ((row3 - (chunk3 + 1) * EARLY) * batch + entry3).to(tl.int64)
-            own = (f3 < total) & (t3 >= EARLY)
-            dz_first, dz_second = with_means(
-                y, dy + flat * CHANNELS, own, head, group, first, second, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D,
-                BLOCK,
-            )
-            at = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
-            tl.store(at + first, dz_first.to(dy.dtype.element_ty), mask=own)
-            tl.store(at + second, dz_second.to(dy.dtype.element_ty), mask=own)
+            t3, entry3, row3, chunk3 = place(tl.minimum(f3, total - 1), rows + EARLY, batch, by_early, by_batch)
+            dz_first, dz_second = halves(y, BLOCK, D)
             if HAS_HALO:
-                to_halo = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
+                at = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
                 early = (f3 < total) & (t3 < EARLY)
-                tl.store(to_halo + first, dz_first.to(dy.dtype.element_ty), mask=early)
-                tl.store(to_halo + second, dz_second.to(dy.dtype.element_ty), mask=early)
+                tl.store(at + first, dz_first.to(dy.dtype.element_ty), mask=early)
+                tl.store(at + second, dz_second.to(dy.dtype.element_ty), mask=early)
+            flat = ((chunk3 * rows + tl.maximum(t3 - EARLY, 0)) * batch + entry3).to(tl.int64)
+            dz_first, dz_second = with_means(
+                dz_first, dz_second, dy + flat * CHANNELS, head, group, first, second, 0.5 * GROUPS / HEADS, 0.5, HEADS,
+                GROUPS, D,
+            )
+            at_own = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
+            own = (f3 < total) & (t3 >= EARLY)
+            tl.store(at_own + first, dz_first.to(dy.dtype.element_ty), mask=own)
+            tl.store(at_own + second, dz_second.to(dy.dtype.element_ty), mask=own)
 
 
 @triton.jit

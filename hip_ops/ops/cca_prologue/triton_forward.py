@@ -111,27 +111,28 @@ def head_and_tiles(runs, HEADS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def with_means(
-    y, base, live, head, group, first, second, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    x_first, x_second, base, head, group, first, second, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """Return both halves of y plus half of the head's own rows and, for a query head, to_query times those of its key
+    """Return both halves of x plus half of the head's own rows and, for a query head, to_query times those of its key
     head, for a key head to_key times the sum of its query heads'. base: addresses of the rows [1, BLOCK, 1], all heads.
     """
     PER: tl.constexpr = HEADS // GROUPS
     is_key = head >= HEADS
     weight = tl.where(is_key, to_key, to_query)
     other = base + tl.where(is_key, group * PER, HEADS + group) * D
-    own_first = tl.load(base + head * D + first, mask=live, other=0.0)
-    own_second = tl.load(base + head * D + second, mask=live, other=0.0)
-    other_first = tl.load(other + first, mask=live, other=0.0)
-    other_second = tl.load(other + second, mask=live, other=0.0)
-    x_first, x_second = halves(y, BLOCK, D)
-    x_first += 0.5 * own_first.to(tl.float32) + weight * other_first.to(tl.float32)
-    x_second += 0.5 * own_second.to(tl.float32) + weight * other_second.to(tl.float32)
+    own_first = tl.load(base + head * D + first)
+    own_second = tl.load(base + head * D + second)
+    other_first = tl.load(other + first)
+    other_second = tl.load(other + second)
+    x_first += 0.5 * own_first.to(tl.float32)
+    x_second += 0.5 * own_second.to(tl.float32)
+    x_first += weight * other_first.to(tl.float32)
+    x_second += weight * other_second.to(tl.float32)
     if is_key:
         for i in tl.static_range(1, PER):
-            x_first += weight * tl.load(other + i * D + first, mask=live, other=0.0).to(tl.float32)
-            x_second += weight * tl.load(other + i * D + second, mask=live, other=0.0).to(tl.float32)
+            x_first += weight * tl.load(other + i * D + first).to(tl.float32)
+            x_second += weight * tl.load(other + i * D + second).to(tl.float32)
     return x_first, x_second
 
 
@@ -143,13 +144,13 @@ def normalised(
 ):
     """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of the products y of rows f [1, BLOCK, 1]."""
     p, first, second = half_columns(D, ROTARY)
-    live = f < total
-    _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
+    _, entry, row, _ = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)  # no mask: rows behind are unused
     base = projected + at_row(row, entry, row_stride, batch_stride)
     if HAS_ROPE:
-        cos, sin = rotation(rope, row, entry, live, rope_row_stride, rope_batch_stride, p, ROTARY)
+        cos, sin = rotation(rope, row, entry, p >= 0, rope_row_stride, rope_batch_stride, p, ROTARY)
+    x_first, x_second = halves(y, BLOCK, D)
     x_first, x_second = with_means(
-        y, base, live, head, group, first, second, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D, BLOCK
+        x_first, x_second, base, head, group, first, second, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D
     )
     x_first += tl.load(constant + head * D + first)
     x_second += tl.load(constant + head * D + second)
