@@ -207,27 +207,26 @@ def cca_prologue_input_kernel(
         _, far = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
         base = dy + (((chunk * rows + t) * batch + entry).to(tl.int64) * CHANNELS + head * D)
         next_row = batch * CHANNELS
-        y = taps_product(
+        y, own = taps_product(
             base, base + next_row, base + 2 * next_row, live & (t >= 0), near, far, taps, m0, m1, m2, BLOCK, D, INPUTS
         )
         if i < tiles:  # always; see cca_prologue_forward_kernel
             f3 = (start + tl.arange(0, BLOCK))[None, :, None]
             t3, entry3, row3, chunk3 = place(tl.minimum(f3, total - 1), rows + EARLY, batch, by_early, by_batch)
-            dz_first, dz_second = halves(y, BLOCK, D)
-            if HAS_HALO:
-                at = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
-                early = (f3 < total) & (t3 < EARLY)
-                tl.store(at + first, dz_first.to(dy.dtype.element_ty), mask=early)
-                tl.store(at + second, dz_second.to(dy.dtype.element_ty), mask=early)
             flat = ((chunk3 * rows + tl.maximum(t3 - EARLY, 0)) * batch + entry3).to(tl.int64)
+            if HAS_HALO:
+                at_halo = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
+                early = (f3 < total) & (t3 < EARLY)
+                y_first, y_second = halves(y, BLOCK, D)
+                tl.store(at_halo + first, y_first.to(dy.dtype.element_ty), mask=early)
+                tl.store(at_halo + second, y_second.to(dy.dtype.element_ty), mask=early)
             dz_first, dz_second = with_means(
-                dz_first, dz_second, dy + flat * CHANNELS, head, group, first, second, 0.5 * GROUPS / HEADS, 0.5, HEADS,
-                GROUPS, D,
+                y, own, dy + flat * CHANNELS, head, group, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D, D, BLOCK
             )
-            at_own = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
-            own = (f3 < total) & (t3 >= EARLY)
-            tl.store(at_own + first, dz_first.to(dy.dtype.element_ty), mask=own)
-            tl.store(at_own + second, dz_second.to(dy.dtype.element_ty), mask=own)
+            at = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
+            seen = (f3 < total) & (t3 >= EARLY)
+            tl.store(at + first, dz_first.to(dy.dtype.element_ty), mask=seen)
+            tl.store(at + second, dz_second.to(dy.dtype.element_ty), mask=seen)
 
 
 @triton.jit
@@ -245,13 +244,13 @@ def zero_temperature(
     pair, first, second = half_columns(D, ROTARY)
     along = tl.zeros([BLOCK], tl.float32)
     for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        y = product_of_rows(
+        y, own = product_of_rows(
             projected, halo, starts, start + product_rows(BLOCK), total, rows, batch, by_rows, by_batch, row_stride,
             batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK, INPUTS,
         )
         f = (start + tl.arange(0, BLOCK))[None, :, None]
         x_first, x_second, inverse = normalised(
-            y, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride,
+            y, own, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride,
             rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
         )
         _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)

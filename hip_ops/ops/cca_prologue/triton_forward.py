@@ -30,18 +30,18 @@ def product_columns(D: tl.constexpr, ROTARY: tl.constexpr):
     PART: tl.constexpr = min(32, D // 2)
     n = tl.arange(0, D)
     p = n // (2 * PART) * PART + n // 2 % 4 * (PART // 4) + n // 8 % (PART // 4)
-    return p + tl.where(p < ROTARY // 2, n % 2 * (ROTARY // 2), ROTARY // 2 + n % 2 * ((D - ROTARY) // 2))
+    return p + (p // (ROTARY // 2) + n % 2) * (ROTARY // 2)
 
 
 @triton.jit
 def half_columns(D: tl.constexpr, ROTARY: tl.constexpr):
-    """Return a head's pairs p [parts, 1, PART] and their channels in both halves: i and i + ROTARY / 2 rotate into each
-    other; the channels from ROTARY on follow, half in each.
+    """Return a head's pairs p [parts, 1, PART] and their channels in both halves, which are ROTARY / 2 apart: the first
+    ROTARY channels rotate into each other, then others follow in the same way.
     """
     PART: tl.constexpr = min(32, D // 2)
     p = (tl.arange(0, D // 2 // PART) * PART)[:, None, None] + tl.arange(0, PART)[None, None, :]
-    beyond = (p >= ROTARY // 2).to(tl.int32)
-    return p, p + beyond * (ROTARY // 2), p + ROTARY // 2 + beyond * (D // 2 - ROTARY // 2)
+    first = p + p // (ROTARY // 2) * (ROTARY // 2)
+    return p, first, first + ROTARY // 2
 
 
 @triton.jit
@@ -58,15 +58,23 @@ def halves(y, BLOCK: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def row_halves(x, BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Return both halves [parts, BLOCK, PART] of x [BLOCK, D], whose rows are in the order of a product's."""
+    PART: tl.constexpr = min(32, D // 2)
+    x = tl.permute(tl.reshape(x, (BLOCK // 16, 2, 8, D // ROTARY, 2, ROTARY // 2)), (1, 0, 2, 3, 5, 4))
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK, D // 2 // PART, PART, 2)), (1, 0, 2, 3)))
+
+
+@triton.jit
 def taps_product(
     at0, at1, at2, seen0, seen1, seen2, taps, m0, m1, m2, BLOCK: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """Return sum_j rows_j M_j [BLOCK, D] in fp32 of the rows at at_j that are seen. taps: those of the head, which m0,
-    m1, m2 hold where INPUTS is D; otherwise INPUTS channels at a time are loaded.
+    """Return sum_j rows_j M_j [BLOCK, D] in fp32 of the rows at at_j that are seen, and rows_0. taps: those of the head,
+    which m0, m1, m2 hold where INPUTS is D; otherwise INPUTS channels at a time are loaded.
     """
+    k = tl.arange(0, D)[None, :]
+    rows0 = tl.load(at0[:, None] + k, mask=seen0[:, None], other=0.0)
     if INPUTS == D:
-        k = tl.arange(0, D)[None, :]
-        rows0 = tl.load(at0[:, None] + k, mask=seen0[:, None], other=0.0)
         rows1 = tl.load(at1[:, None] + k, mask=seen1[:, None], other=0.0)
         rows2 = tl.load(at2[:, None] + k, mask=seen2[:, None], other=0.0)
         y = tl.dot(rows0, m0, input_precision="ieee")
@@ -75,15 +83,15 @@ def taps_product(
     else:
         y = tl.zeros([BLOCK, D], tl.float32)
         for start in tl.range(0, D, INPUTS, num_stages=1):
-            k = start + tl.arange(0, INPUTS)
-            m = taps + k[:, None] * D + tl.arange(0, D)[None, :]
-            rows0 = tl.load(at0[:, None] + k[None, :], mask=seen0[:, None], other=0.0)
-            rows1 = tl.load(at1[:, None] + k[None, :], mask=seen1[:, None], other=0.0)
-            rows2 = tl.load(at2[:, None] + k[None, :], mask=seen2[:, None], other=0.0)
-            y = tl.dot(rows0, tl.load(m), y, input_precision="ieee")
-            y = tl.dot(rows1, tl.load(m + D * D), y, input_precision="ieee")
-            y = tl.dot(rows2, tl.load(m + 2 * D * D), y, input_precision="ieee")
-    return y
+            k = start + tl.arange(0, INPUTS)[None, :]
+            m = taps + (start + tl.arange(0, INPUTS))[:, None] * D + tl.arange(0, D)[None, :]
+            part0 = tl.load(at0[:, None] + k, mask=seen0[:, None], other=0.0)
+            part1 = tl.load(at1[:, None] + k, mask=seen1[:, None], other=0.0)
+            part2 = tl.load(at2[:, None] + k, mask=seen2[:, None], other=0.0)
+            y = tl.dot(part0, tl.load(m), y, input_precision="ieee")
+            y = tl.dot(part1, tl.load(m + D * D), y, input_precision="ieee")
+            y = tl.dot(part2, tl.load(m + 2 * D * D), y, input_precision="ieee")
+    return y, rows0
 
 
 @triton.jit
@@ -111,20 +119,21 @@ def head_and_tiles(runs, HEADS: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def with_means(
-    x_first, x_second, base, head, group, first, second, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr,
+    y, own, base, head, group, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Return both halves of x plus half of the head's own rows and, for a query head, to_query times those of its key
+    """Return both halves of y plus half of the head's own rows and, for a query head, to_query times those of its key
     head, for a key head to_key times the sum of its query heads'. base: addresses of the rows [1, BLOCK, 1], all heads.
     """
+    pair, first, second = half_columns(D, ROTARY)
     PER: tl.constexpr = HEADS // GROUPS
     is_key = head >= HEADS
     weight = tl.where(is_key, to_key, to_query)
     other = base + tl.where(is_key, group * PER, HEADS + group) * D
-    own_first = tl.load(base + head * D + first)
-    own_second = tl.load(base + head * D + second)
     other_first = tl.load(other + first)
     other_second = tl.load(other + second)
+    x_first, x_second = halves(y, BLOCK, D)
+    own_first, own_second = row_halves(own, BLOCK, D, ROTARY)
     x_first += 0.5 * own_first.to(tl.float32)
     x_second += 0.5 * own_second.to(tl.float32)
     x_first += weight * other_first.to(tl.float32)
@@ -138,22 +147,23 @@ def with_means(
 
 @triton.jit
 def normalised(
-    y, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride,
+    y, own, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride,
     rope_batch_stride, head, group, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of the products y of rows f [1, BLOCK, 1]."""
+    """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of rows f [1, BLOCK, 1]; y and own: what
+    product_of_rows returned for them.
+    """
     p, first, second = half_columns(D, ROTARY)
     _, entry, row, _ = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)  # no mask: rows behind are unused
     base = projected + at_row(row, entry, row_stride, batch_stride)
-    if HAS_ROPE:
-        cos, sin = rotation(rope, row, entry, p >= 0, rope_row_stride, rope_batch_stride, p, ROTARY)
-    x_first, x_second = halves(y, BLOCK, D)
     x_first, x_second = with_means(
-        x_first, x_second, base, head, group, first, second, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D
+        y, own, base, head, group, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D, ROTARY, BLOCK
     )
     x_first += tl.load(constant + head * D + first)
     x_second += tl.load(constant + head * D + second)
+    if HAS_ROPE:
+        cos, sin = rotation(rope, row, entry, p >= 0, rope_row_stride, rope_batch_stride, p, ROTARY)
     square = tl.sum(tl.sum(x_first * x_first + x_second * x_second, axis=2), axis=0)
     if HAS_ROPE:
         x_first, x_second = x_first * cos - x_second * sin, x_second * cos + x_first * sin
@@ -166,7 +176,7 @@ def product_of_rows(
     m2, CHANNELS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return y of rows f, without its constant part."""
+    """Return y of rows f, without its constant part, and their z."""
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
     live = f < total
     near, far = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
@@ -260,7 +270,7 @@ def cca_prologue_forward_kernel(
     column = head * VALUES + tl.arange(0, VALUES)
     tiles = tl.cdiv(total, BLOCK)
     for tile in tl.range(begin, tiles, step):
-        y = product_of_rows(
+        y, own = product_of_rows(
             projected, halo, starts, tile * BLOCK + product_rows(BLOCK), total, rows, batch, by_rows, by_batch,
             row_stride, batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK,
             INPUTS,
@@ -272,7 +282,7 @@ def cca_prologue_forward_kernel(
                 batch_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS,
             )
             x_first, x_second, inverse = normalised(
-                y, projected, rope, constant, f[None, :, None], total, rows, batch, by_rows, by_batch, row_stride,
+                y, own, projected, rope, constant, f[None, :, None], total, rows, batch, by_rows, by_batch, row_stride,
                 batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE,
                 BLOCK,
             )
