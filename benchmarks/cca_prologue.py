@@ -3,7 +3,7 @@
 forward and backward.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
-    python3 benchmarks/cca_prologue.py --beside MODULE --rep 60   in turns with another module's two functions
+    python3 benchmarks/cca_prologue.py --beside MODULE --rep 60   in turns with the two functions of other modules
     python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best
                                                               of each together; a minute
 
@@ -231,11 +231,11 @@ def errors(name: str, device: torch.device) -> dict[str, float]:
 
 
 def in_turns(batch: int, rows: int, device: torch.device, options) -> dict:
-    """Return the milliseconds in a graph of the Triton version and of the module options.beside, measured in turns; the
+    """Return the milliseconds in a graph of the Triton version and of the modules options.beside, measured in turns; the
     microseconds of their kernels; and their errors.
     """
     inputs, found = Inputs(batch, rows, device), {}
-    for name in ("triton", options.beside):
+    for name in ("triton", *options.beside):
         calls = kernels(name, inputs)
         found[name] = {
             "replays": {d: graphed(lambda call=call: call) for d, call in calls.items()},
@@ -387,7 +387,9 @@ def main() -> None:
     )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
-    parser.add_argument("--beside", help="a module with other kernels, measured in turns with the Triton version")
+    parser.add_argument(
+        "--beside", nargs="+", help="modules with other kernels, measured in turns with the Triton version"
+    )
     parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels that the sweep measures")
     options = parser.parse_args()
     device = begin(options)

@@ -45,9 +45,7 @@ class HeadLaunch(Launch):
 
 
 @lru_cache
-def launch(
-    kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int
-) -> HeadLaunch:
+def launch(kernel: str, d: int, heads: int, element_size: int, *, processors: int, warp_size: int) -> HeadLaunch:
     """Choose tile and grid of `kernel` - forward, norm, input or weight - for N = `heads` heads of d channels.
 
     Programs stay resident and loop over tiles: weights are read, and partial sums written, once per program. fp32 (for
@@ -120,8 +118,14 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _plan(
-    choose: Callable[..., HeadLaunch], backward: bool, s: int, batch: int, chunks: int,
-    constexprs: tuple[tuple[str, int], ...], element_size: int, device: torch.device,
+    choose: Callable[..., HeadLaunch],
+    backward: bool,
+    s: int,
+    batch: int,
+    chunks: int,
+    constexprs: tuple[tuple[str, int], ...],
+    element_size: int,
+    device: torch.device,
 ) -> Plan:
     """Return the plan of a call. choose: `launch`; it is part of the key because benchmarks and tests replace it."""
     of = dict(constexprs)
@@ -179,8 +183,15 @@ def _plan(
 
 
 def _plan_for(
-    backward: bool, projected: Tensor, grouped_weight: Tensor, rope: Tensor | None, halo: Tensor | None,
-    value_halo: Tensor | None, starts: Tensor | None, groups: int, delayed: int,
+    backward: bool,
+    projected: Tensor,
+    grouped_weight: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    groups: int,
+    delayed: int,
 ) -> Plan:
     d = grouped_weight.shape[1]
     values = (len(grouped_weight) // d - groups, groups, d, d if rope is None else rope.shape[-1], delayed)
@@ -206,9 +217,18 @@ def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None
 
 
 def cca_prologue(
-    projected: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-    temperature: Tensor, rope: Tensor | None, halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None,
-    query_groups: int, delayed_channels: int,
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query_groups: int,
+    delayed_channels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As reference.cca_prologue."""
     d, device = grouped_weight.shape[1], projected.device
@@ -227,20 +247,47 @@ def cca_prologue(
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
         run_kernel(
-            cca_prologue_forward_kernel, plan.grids["forward"], projected, *(t.contiguous() for t in parameters),
+            cca_prologue_forward_kernel,
+            plan.grids["forward"],
+            projected,
+            *(t.contiguous() for t in parameters),
             inverse_norm if rope is None else rope,
-            *(projected if t is None else t.contiguous() for t in (halo, value_halo)), _bytes(starts, projected), query,
-            key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1), *_rope_strides(rope), EPS,
-            device=device, **plan.keywords["forward"],
+            *(projected if t is None else t.contiguous() for t in (halo, value_halo)),
+            _bytes(starts, projected),
+            query,
+            key,
+            value,
+            inverse_norm,
+            *plan.sizes,
+            projected.stride(0),
+            projected.stride(1),
+            *_rope_strides(rope),
+            EPS,
+            device=device,
+            **plan.keywords["forward"],
         )
     return query, key, value, inverse_norm
 
 
 def cca_prologue_backward(
-    d_query: Tensor, d_key: Tensor, d_value: Tensor, projected: Tensor, depthwise_weight: Tensor,
-    depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor, temperature: Tensor, rope: Tensor | None,
-    halo: Tensor | None, value_halo: Tensor | None, starts: Tensor | None, query: Tensor, key: Tensor,
-    inverse_norm: Tensor, query_groups: int, delayed_channels: int,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    projected: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    rope: Tensor | None,
+    halo: Tensor | None,
+    value_halo: Tensor | None,
+    starts: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    inverse_norm: Tensor,
+    query_groups: int,
+    delayed_channels: int,
 ) -> tuple[Tensor, ...]:
     """As reference.cca_prologue_backward."""
     d, device, dtype = grouped_weight.shape[1], projected.device, projected.dtype
@@ -271,22 +318,70 @@ def cca_prologue_backward(
     strides = (projected.stride(0), projected.stride(1))
     with on(device):
         cca_prologue_norm_kernel[plan.grids["norm"]](
-            d_query, d_key, d_value, query, key, inverse_norm, parameters[-1], rope_or_any, flags, dy, d_projected,
-            d_value_halo, partial_bias, partial_temperature, *plan.sizes, *d_query.stride()[:3], *d_key.stride()[:3],
-            *d_value.stride()[:3], *rope_strides, 1.0 / EPS, **plan.keywords["norm"],
+            d_query,
+            d_key,
+            d_value,
+            query,
+            key,
+            inverse_norm,
+            parameters[-1],
+            rope_or_any,
+            flags,
+            dy,
+            d_projected,
+            d_value_halo,
+            partial_bias,
+            partial_temperature,
+            *plan.sizes,
+            *d_query.stride()[:3],
+            *d_key.stride()[:3],
+            *d_value.stride()[:3],
+            *rope_strides,
+            1.0 / EPS,
+            **plan.keywords["norm"],
         )
         _launch_with_fewer_stages(
-            cca_prologue_input_kernel[plan.grids["input"]], plan.keywords["input"],
-            dy, parameters[0], parameters[2], flags, d_projected, d_halo, plan.early[0], *plan.sizes[1:3],
-            plan.early[1], plan.sizes[4],
+            cca_prologue_input_kernel[plan.grids["input"]],
+            plan.keywords["input"],
+            dy,
+            parameters[0],
+            parameters[2],
+            flags,
+            d_projected,
+            d_halo,
+            plan.early[0],
+            *plan.sizes[1:3],
+            plan.early[1],
+            plan.sizes[4],
         )
         _launch_with_fewer_stages(
-            cca_prologue_weight_kernel[plan.grids["weight"]], plan.keywords["weight"],
-            dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, partial, partial_zero, *plan.sizes,
-            *strides, *d_key.stride()[:3], *rope_strides, EPS,
+            cca_prologue_weight_kernel[plan.grids["weight"]],
+            plan.keywords["weight"],
+            dy,
+            d_key,
+            projected,
+            *parameters,
+            rope_or_any,
+            halo_or_any,
+            flags,
+            partial,
+            partial_zero,
+            *plan.sizes,
+            *strides,
+            *d_key.stride()[:3],
+            *rope_strides,
+            EPS,
         )
         cca_prologue_sum_kernel[plan.grids["sum"]](
-            partial, partial_bias, partial_temperature, partial_zero, *parameters[:3], parameters[-1], *d_parameters,
-            runs, bias_runs, **plan.keywords["sum"],
+            partial,
+            partial_bias,
+            partial_temperature,
+            partial_zero,
+            *parameters[:3],
+            parameters[-1],
+            *d_parameters,
+            runs,
+            bias_runs,
+            **plan.keywords["sum"],
         )
     return gradients

@@ -157,6 +157,7 @@ def _plan(
             tile,
             tile.stages,
             INPUTS=tile.inputs or d,
+            STAGES=tile.stages,
             VALUES=next_power_of_2(-(-of["GROUPS"] * d // of["HEADS"])),
         )
         return Plan(sizes, {"taps": taps, "forward": grid}, {"forward": of_forward}, query_runs)
@@ -176,7 +177,13 @@ def _plan(
         },
         {
             "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
-            "input": keywords(cca_prologue_input_kernel, to_input, to_input.stages, INPUTS=to_input.inputs or d),
+            "input": keywords(
+                cca_prologue_input_kernel,
+                to_input,
+                to_input.stages,
+                INPUTS=to_input.inputs or d,
+                STAGES=to_input.stages,
+            ),
             "weight": keywords(
                 cca_prologue_weight_kernel,
                 weight,
@@ -219,7 +226,8 @@ def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None
         except OutOfResources:
             if keywords["num_stages"] == 1:
                 raise
-            keywords["num_stages"] -= 1
+            fewer = keywords["num_stages"] - 1
+            keywords.update({name: fewer for name in ("num_stages", "STAGES") if name in keywords})
 
 
 def _merged_taps(weights: tuple[Tensor, ...], plan: Plan, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:

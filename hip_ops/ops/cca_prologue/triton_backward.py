@@ -28,6 +28,7 @@ from hip_ops.ops.cca_prologue.triton_forward import (
     normalised,
     product_of_rows,
     product_rows,
+    rows_of_mean,
     taps_product,
     with_means,
 )
@@ -183,7 +184,7 @@ def cca_prologue_norm_kernel(
 def cca_prologue_input_kernel(
     dy, taps, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch, runs, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
-    INPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """A program takes tiles of a head (`head_and_tiles`): the gradient of z. taps: those of the backward pass.
 
@@ -196,7 +197,7 @@ def cca_prologue_input_kernel(
     taps, m0, m1, m2 = head_taps(taps, head, D)
     pair, first, second = half_columns(D, D)
     tiles = tl.cdiv(total, BLOCK)
-    for i in tl.range(begin, tiles, step):
+    for i in tl.range(begin, tiles, step, num_stages=STAGES, disable_licm=True):
         # in reverse order: the cache still holds what the previous kernel wrote last
         start = (tiles - 1 - i) * BLOCK
         f = start + product_rows(BLOCK)
@@ -210,10 +211,11 @@ def cca_prologue_input_kernel(
         y, own = taps_product(
             base, base + next_row, base + 2 * next_row, live & (t >= 0), near, far, taps, m0, m1, m2, BLOCK, D, INPUTS
         )
+        f3 = (start + tl.arange(0, BLOCK))[None, :, None]
+        t3, entry3, row3, chunk3 = place(tl.minimum(f3, total - 1), rows + EARLY, batch, by_early, by_batch)
+        flat = ((chunk3 * rows + tl.maximum(t3 - EARLY, 0)) * batch + entry3).to(tl.int64)
+        other, other_first, other_second = rows_of_mean(dy + flat * CHANNELS, head, group, HEADS, GROUPS, D, D)
         if i < tiles:  # always; see cca_prologue_forward_kernel
-            f3 = (start + tl.arange(0, BLOCK))[None, :, None]
-            t3, entry3, row3, chunk3 = place(tl.minimum(f3, total - 1), rows + EARLY, batch, by_early, by_batch)
-            flat = ((chunk3 * rows + tl.maximum(t3 - EARLY, 0)) * batch + entry3).to(tl.int64)
             if HAS_HALO:
                 at_halo = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
                 early = (f3 < total) & (t3 < EARLY)
@@ -221,7 +223,7 @@ def cca_prologue_input_kernel(
                 tl.store(at_halo + first, y_first.to(dy.dtype.element_ty), mask=early)
                 tl.store(at_halo + second, y_second.to(dy.dtype.element_ty), mask=early)
             dz_first, dz_second = with_means(
-                y, own, dy + flat * CHANNELS, head, group, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D, D, BLOCK
+                y, own, other, other_first, other_second, head, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D, D, BLOCK
             )
             at = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
             seen = (f3 < total) & (t3 >= EARLY)
@@ -249,11 +251,13 @@ def zero_temperature(
             batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK, INPUTS,
         )
         f = (start + tl.arange(0, BLOCK))[None, :, None]
+        _, entry, row, _ = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)
+        base = projected + at_row(row, entry, row_stride, batch_stride)
+        other, other_first, other_second = rows_of_mean(base, head, group, HEADS, GROUPS, D, ROTARY)
         x_first, x_second, inverse = normalised(
-            y, own, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride,
-            rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
+            y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride, rope_batch_stride,
+            head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
         )
-        _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
         at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))
         g_first = tl.load(at + first, mask=f < total, other=0.0).to(tl.float32)
         g_second = tl.load(at + second, mask=f < total, other=0.0).to(tl.float32)

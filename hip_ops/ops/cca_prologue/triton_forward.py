@@ -83,11 +83,11 @@ def taps_product(
     else:
         y = tl.zeros([BLOCK, D], tl.float32)
         for start in tl.range(0, D, INPUTS, num_stages=1):
-            k = start + tl.arange(0, INPUTS)[None, :]
-            m = taps + (start + tl.arange(0, INPUTS))[:, None] * D + tl.arange(0, D)[None, :]
-            part0 = tl.load(at0[:, None] + k, mask=seen0[:, None], other=0.0)
-            part1 = tl.load(at1[:, None] + k, mask=seen1[:, None], other=0.0)
-            part2 = tl.load(at2[:, None] + k, mask=seen2[:, None], other=0.0)
+            part = start + tl.arange(0, INPUTS)
+            m = taps + part[:, None] * D + k
+            part0 = tl.load(at0[:, None] + part[None, :], mask=seen0[:, None], other=0.0)
+            part1 = tl.load(at1[:, None] + part[None, :], mask=seen1[:, None], other=0.0)
+            part2 = tl.load(at2[:, None] + part[None, :], mask=seen2[:, None], other=0.0)
             y = tl.dot(part0, tl.load(m), y, input_precision="ieee")
             y = tl.dot(part1, tl.load(m + D * D), y, input_precision="ieee")
             y = tl.dot(part2, tl.load(m + 2 * D * D), y, input_precision="ieee")
@@ -118,20 +118,26 @@ def head_and_tiles(runs, HEADS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def with_means(
-    y, own, base, head, group, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Return both halves of y plus half of the head's own rows and, for a query head, to_query times those of its key
-    head, for a key head to_key times the sum of its query heads'. base: addresses of the rows [1, BLOCK, 1], all heads.
+def rows_of_mean(base, head, group, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Return the address of the rows with which a head shares a mean, its key head's or its first query head's, and
+    both halves of these rows. base: addresses of the rows [1, BLOCK, 1], all heads.
     """
     pair, first, second = half_columns(D, ROTARY)
-    PER: tl.constexpr = HEADS // GROUPS
+    other = base + tl.where(head >= HEADS, group * (HEADS // GROUPS), HEADS + group) * D
+    return other, tl.load(other + first), tl.load(other + second)
+
+
+@triton.jit
+def with_means(
+    y, own, other, other_first, other_second, head, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Return both halves of y plus half of the head's own rows and, for a query head, to_query times those of its key
+    head, for a key head to_key times the sum of its query heads'. The other rows: rows_of_mean.
+    """
+    pair, first, second = half_columns(D, ROTARY)
     is_key = head >= HEADS
     weight = tl.where(is_key, to_key, to_query)
-    other = base + tl.where(is_key, group * PER, HEADS + group) * D
-    other_first = tl.load(other + first)
-    other_second = tl.load(other + second)
     x_first, x_second = halves(y, BLOCK, D)
     own_first, own_second = row_halves(own, BLOCK, D, ROTARY)
     x_first += 0.5 * own_first.to(tl.float32)
@@ -139,7 +145,7 @@ def with_means(
     x_first += weight * other_first.to(tl.float32)
     x_second += weight * other_second.to(tl.float32)
     if is_key:
-        for i in tl.static_range(1, PER):
+        for i in tl.static_range(1, HEADS // GROUPS):
             x_first += weight * tl.load(other + i * D + first).to(tl.float32)
             x_second += weight * tl.load(other + i * D + second).to(tl.float32)
     return x_first, x_second
@@ -147,18 +153,16 @@ def with_means(
 
 @triton.jit
 def normalised(
-    y, own, projected, rope, constant, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride,
-    rope_batch_stride, head, group, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
+    y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride, rope_batch_stride, head, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of rows f [1, BLOCK, 1]; y and own: what
-    product_of_rows returned for them.
+    """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of rows; y and own: what product_of_rows returned
+    for them.
     """
     p, first, second = half_columns(D, ROTARY)
-    _, entry, row, _ = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)  # no mask: rows behind are unused
-    base = projected + at_row(row, entry, row_stride, batch_stride)
     x_first, x_second = with_means(
-        y, own, base, head, group, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D, ROTARY, BLOCK
+        y, own, other, other_first, other_second, head, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D, ROTARY, BLOCK
     )
     x_first += tl.load(constant + head * D + first)
     x_second += tl.load(constant + head * D + second)
@@ -252,7 +256,7 @@ def cca_prologue_forward_kernel(
     rows, batch, by_rows, by_batch, runs, row_stride, batch_stride, rope_row_stride, rope_batch_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, DELAYED: tl.constexpr,
     HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
-    INPUTS: tl.constexpr, VALUES: tl.constexpr,
+    INPUTS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr,
 ):
     """A program takes tiles of a head (`head_and_tiles`), and with them VALUES channels of their values."""
     head, begin, step = head_and_tiles(runs, HEADS, GROUPS)
@@ -269,22 +273,24 @@ def cca_prologue_forward_kernel(
     pair, first, second = half_columns(D, ROTARY)
     column = head * VALUES + tl.arange(0, VALUES)
     tiles = tl.cdiv(total, BLOCK)
-    for tile in tl.range(begin, tiles, step):
+    for tile in tl.range(begin, tiles, step, num_stages=STAGES, disable_licm=True):
         y, own = product_of_rows(
             projected, halo, starts, tile * BLOCK + product_rows(BLOCK), total, rows, batch, by_rows, by_batch,
             row_stride, batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK,
             INPUTS,
         )
+        f = tile * BLOCK + tl.arange(0, BLOCK)
+        _, entry, row, _ = place(tl.minimum(f, total - 1)[None, :, None], rows, batch, by_rows, by_batch)
+        base = projected + at_row(row, entry, row_stride, batch_stride)
+        other, other_first, other_second = rows_of_mean(base, head, group, HEADS, GROUPS, D, ROTARY)
         if tile < tiles:  # always; Triton copies the next tile's rows before a condition at the end of a loop
-            f = tile * BLOCK + tl.arange(0, BLOCK)
             values, exist = late_values(
                 projected, value_halo, starts, f, column, total, rows, batch, by_rows, by_batch, row_stride,
                 batch_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS,
             )
             x_first, x_second, inverse = normalised(
-                y, own, projected, rope, constant, f[None, :, None], total, rows, batch, by_rows, by_batch, row_stride,
-                batch_stride, rope_row_stride, rope_batch_stride, head, group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE,
-                BLOCK,
+                y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride,
+                rope_batch_stride, head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
             )
             factor = (inverse * length)[None, :, None]
             at = out + (f.to(tl.int64) * out_stride)[None, :, None]
