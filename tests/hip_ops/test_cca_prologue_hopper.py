@@ -59,7 +59,7 @@ def test_rows_are_copied_ahead_of_products_with_taps(tmp_path, which, more):
     loop = compiled.asm["ttgir"].partition("scf.for %")[2]
     assert loop.count("ttng.warp_group_dot ") == 3, "three products a tile"
     before, _, end = loop.partition("scf.if")
-    assert before.count("ttg.async_copy_global_to_local") == 5, "the next tile's rows, before the end of this one"
+    assert before.count("ttg.async_copy_global_to_local") == 4, "the next tile's rows, before the end of this one"
     assert "ttg.local_alloc" not in loop, "taps stay in shared memory"
     assert "tt.store" not in before and end.count("tt.store") >= 2
 

@@ -21,11 +21,10 @@ import triton
 import triton.language as tl
 
 from hip_ops.ops.cca_prologue.triton_forward import (
-    half_columns,
-    halves,
     head_and_tiles,
     head_taps,
     normalised,
+    piece_places,
     product_of_rows,
     product_rows,
     rows_of_mean,
@@ -192,10 +191,8 @@ def cca_prologue_input_kernel(
     """
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
     EARLY: tl.constexpr = 2 if HAS_HALO else 0
-    head, begin, step = head_and_tiles(runs, HEADS, GROUPS)
-    group = tl.where(head >= HEADS, head - HEADS, head // (HEADS // GROUPS))
-    taps, m0, m1, m2 = head_taps(taps, head, D)
-    pair, first, second = half_columns(D, D)
+    head, group, begin, step = head_and_tiles(runs, HEADS, GROUPS)
+    taps, m = head_taps(taps, head, D)
     tiles = tl.cdiv(total, BLOCK)
     for i in tl.range(begin, tiles, step, num_stages=STAGES, disable_licm=True):
         # in reverse order: the cache still holds what the previous kernel wrote last
@@ -207,28 +204,21 @@ def cca_prologue_input_kernel(
         near, _ = reach(starts, t + 1, entry, chunk, live & (t >= -1) & (t + 1 < rows), rows, batch, HAS_STARTS)
         _, far = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
         base = dy + (((chunk * rows + t) * batch + entry).to(tl.int64) * CHANNELS + head * D)
-        next_row = batch * CHANNELS
-        y, own = taps_product(
-            base, base + next_row, base + 2 * next_row, live & (t >= 0), near, far, taps, m0, m1, m2, BLOCK, D, INPUTS
-        )
-        f3 = (start + tl.arange(0, BLOCK))[None, :, None]
-        t3, entry3, row3, chunk3 = place(tl.minimum(f3, total - 1), rows + EARLY, batch, by_early, by_batch)
-        flat = ((chunk3 * rows + tl.maximum(t3 - EARLY, 0)) * batch + entry3).to(tl.int64)
-        other, other_first, other_second = rows_of_mean(dy + flat * CHANNELS, head, group, HEADS, GROUPS, D, D)
+        at = (base, base + batch * CHANNELS, base + 2 * batch * CHANNELS)
+        x = taps_product(at, (live & (t >= 0), near, far), taps, m, BLOCK, D, D, INPUTS)
+        at_tile, pair, channel = piece_places(BLOCK, D, D)
+        f2 = start + at_tile
+        t2, entry2, row2, chunk2 = place(tl.minimum(f2, total - 1), rows + EARLY, batch, by_early, by_batch)
+        flat = ((chunk2 * rows + tl.maximum(t2 - EARLY, 0)) * batch + entry2).to(tl.int64)
+        at_other, other = rows_of_mean(dy + flat * CHANNELS + channel, head, group, HEADS, GROUPS, D)
         if i < tiles:  # always; see cca_prologue_forward_kernel
+            channel += head * D
             if HAS_HALO:
-                at_halo = d_halo + (((chunk3 * 2 + t3) * batch + entry3).to(tl.int64) * CHANNELS + head * D)
-                early = (f3 < total) & (t3 < EARLY)
-                y_first, y_second = halves(y, BLOCK, D)
-                tl.store(at_halo + first, y_first.to(dy.dtype.element_ty), mask=early)
-                tl.store(at_halo + second, y_second.to(dy.dtype.element_ty), mask=early)
-            dz_first, dz_second = with_means(
-                y, own, other, other_first, other_second, head, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D, D, BLOCK
-            )
-            at = d_projected + (flat * (CHANNELS + GROUPS * D) + head * D)
-            seen = (f3 < total) & (t3 >= EARLY)
-            tl.store(at + first, dz_first.to(dy.dtype.element_ty), mask=seen)
-            tl.store(at + second, dz_second.to(dy.dtype.element_ty), mask=seen)
+                to_halo = d_halo + ((chunk2 * 2 + t2) * batch + entry2).to(tl.int64) * CHANNELS + channel
+                tl.store(to_halo, x.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 < EARLY))
+            dz = with_means(x, at_other, other, head, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D)
+            to = d_projected + flat * (CHANNELS + GROUPS * D) + channel
+            tl.store(to, dz.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 >= EARLY))
 
 
 @triton.jit
@@ -242,27 +232,26 @@ def zero_temperature(
     computed again. taps: those of the forward pass.
     """
     head = HEADS + group
-    taps, m0, m1, m2 = head_taps(taps, head, D)
-    pair, first, second = half_columns(D, ROTARY)
-    along = tl.zeros([BLOCK], tl.float32)
+    taps, m = head_taps(taps, head, D)
+    at_tile, pair, channel = piece_places(BLOCK, D, ROTARY)
+    along = tl.zeros([1], tl.float32)
     for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        y, own = product_of_rows(
+        x = product_of_rows(
             projected, halo, starts, start + product_rows(BLOCK), total, rows, batch, by_rows, by_batch, row_stride,
-            batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK, INPUTS,
+            batch_stride, head, taps, m, (HEADS + GROUPS) * D, D, ROTARY, HAS_HALO, HAS_STARTS, BLOCK, INPUTS,
         )
-        f = (start + tl.arange(0, BLOCK))[None, :, None]
-        _, entry, row, _ = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)
-        base = projected + at_row(row, entry, row_stride, batch_stride)
-        other, other_first, other_second = rows_of_mean(base, head, group, HEADS, GROUPS, D, ROTARY)
-        x_first, x_second, inverse = normalised(
-            y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride, rope_batch_stride,
-            head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
+        f = start + at_tile
+        t, entry, row, chunk = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)
+        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
+        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
+        x, inverse = normalised(
+            x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride,
+            rope_batch_stride, head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
         )
-        at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))
-        g_first = tl.load(at + first, mask=f < total, other=0.0).to(tl.float32)
-        g_second = tl.load(at + second, mask=f < total, other=0.0).to(tl.float32)
-        along += tl.sum(tl.sum(g_first * x_first + g_second * x_second, axis=2), axis=0) * inverse
-    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
+        at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride)) + channel
+        gradient = tl.load(at, mask=f < total, other=0.0).to(tl.float32)
+        along += tl.sum(tl.sum(gradient * x, axis=1), axis=0)
+    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)

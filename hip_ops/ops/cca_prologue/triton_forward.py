@@ -26,72 +26,70 @@ def product_rows(BLOCK: tl.constexpr):
 
 @triton.jit
 def product_columns(D: tl.constexpr, ROTARY: tl.constexpr):
-    """Return a head's channels in the order of a product's columns; see `halves`."""
-    PART: tl.constexpr = min(32, D // 2)
+    """Return a head's channels in the order of a product's columns; see `pieces`."""
+    PART: tl.constexpr = 32 if D > 32 else D // 2
     n = tl.arange(0, D)
     p = n // (2 * PART) * PART + n // 2 % 4 * (PART // 4) + n // 8 % (PART // 4)
     return p + (p // (ROTARY // 2) + n % 2) * (ROTARY // 2)
 
 
 @triton.jit
-def half_columns(D: tl.constexpr, ROTARY: tl.constexpr):
-    """Return a head's pairs p [parts, 1, PART] and their channels in both halves, which are ROTARY / 2 apart: the first
-    ROTARY channels rotate into each other, then others follow in the same way.
-    """
-    PART: tl.constexpr = min(32, D // 2)
-    p = (tl.arange(0, D // 2 // PART) * PART)[:, None, None] + tl.arange(0, PART)[None, None, :]
-    first = p + p // (ROTARY // 2) * (ROTARY // 2)
-    return p, first, first + ROTARY // 2
-
-
-@triton.jit
-def halves(y, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Return both halves [parts, BLOCK, PART] of a product [BLOCK, D].
+def pieces(y, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Return a product [BLOCK, D] as pieces of a row [D / PART * BLOCK, PART], of both halves of the channels' pairs one
+    after the other, and in a half all rows of PART channels one after the other.
 
     With four warps on Hopper a thread holds rows r and r + 8 of a product and two of each eight columns. By the order of
-    rows and columns these become eight neighbouring channels of a row, in both halves, which is how 16 bytes of a row
-    are loaded and stored: no value moves to another thread.
+    rows and columns these become eight neighbouring channels of pieces, which is how 16 bytes of a row are loaded and
+    stored: no value moves to another thread.
     """
-    PART: tl.constexpr = min(32, D // 2)
-    y = tl.reshape(y, (BLOCK // 16, 2, 8, D // 2 // PART, PART // 4, 4, 2))
-    return tl.split(tl.reshape(tl.permute(y, (3, 1, 0, 2, 5, 4, 6)), (D // 2 // PART, BLOCK, PART, 2)))
+    PART: tl.constexpr = 32 if D > 32 else D // 2
+    y = tl.permute(tl.reshape(y, (BLOCK // 16, 2, 8, D // 2 // PART, PART // 4, 4, 2)), (6, 3, 1, 0, 2, 5, 4))
+    return tl.reshape(y, (D // PART * BLOCK, PART))
 
 
 @triton.jit
-def row_halves(x, BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Return both halves [parts, BLOCK, PART] of x [BLOCK, D], whose rows are in the order of a product's."""
-    PART: tl.constexpr = min(32, D // 2)
-    x = tl.permute(tl.reshape(x, (BLOCK // 16, 2, 8, D // ROTARY, 2, ROTARY // 2)), (1, 0, 2, 3, 5, 4))
-    return tl.split(tl.permute(tl.reshape(x, (BLOCK, D // 2 // PART, PART, 2)), (1, 0, 2, 3)))
+def own_pieces(x, BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Return x [BLOCK, D], whose rows are in the order of a product's, as `pieces`."""
+    PART: tl.constexpr = 32 if D > 32 else D // 2
+    x = tl.permute(tl.reshape(x, (BLOCK // 16, 2, 8, D // ROTARY, 2, ROTARY // 2)), (4, 1, 0, 2, 3, 5))
+    x = tl.permute(tl.reshape(x, (2, BLOCK, D // 2 // PART, PART)), (0, 2, 1, 3))
+    return tl.reshape(x, (D // PART * BLOCK, PART))
+
+
+@triton.jit
+def piece_places(BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Return the row of a tile, [pieces, 1], the pair and the channel, [pieces, PART], of `pieces`. Channels i and
+    i + ROTARY / 2 are a pair: of the first ROTARY, which rotate into each other, and likewise of the others.
+    """
+    PART: tl.constexpr = 32 if D > 32 else D // 2
+    r = tl.arange(0, D // PART * BLOCK)[:, None]
+    p = r // BLOCK % (D // 2 // PART) * PART + tl.arange(0, PART)[None, :]
+    half = r // (D // 2 // PART * BLOCK)
+    return r % BLOCK, p, p + (p // (ROTARY // 2) + half) * (ROTARY // 2)
 
 
 @triton.jit
 def taps_product(
-    at0, at1, at2, seen0, seen1, seen2, taps, m0, m1, m2, BLOCK: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr
+    at, seen, taps, m, BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """Return sum_j rows_j M_j [BLOCK, D] in fp32 of the rows at at_j that are seen, and rows_0. taps: those of the head,
-    which m0, m1, m2 hold where INPUTS is D; otherwise INPUTS channels at a time are loaded.
+    """Return the pieces of rows_0 / 2 + sum_j rows_j M_j in fp32 of the rows at at[j] that are seen. taps, m: the address
+    and the values of the head's (`head_taps`); where INPUTS is less than D so many channels of them are loaded at a time.
     """
     k = tl.arange(0, D)[None, :]
-    rows0 = tl.load(at0[:, None] + k, mask=seen0[:, None], other=0.0)
+    own = tl.load(at[0][:, None] + k, mask=seen[0][:, None], other=0.0)
+    y = tl.zeros([BLOCK, D], tl.float32)
     if INPUTS == D:
-        rows1 = tl.load(at1[:, None] + k, mask=seen1[:, None], other=0.0)
-        rows2 = tl.load(at2[:, None] + k, mask=seen2[:, None], other=0.0)
-        y = tl.dot(rows0, m0, input_precision="ieee")
-        y = tl.dot(rows1, m1, y, input_precision="ieee")
-        y = tl.dot(rows2, m2, y, input_precision="ieee")
+        y = tl.dot(own, m[0], y, input_precision="ieee")
+        for j in tl.static_range(1, 3):
+            rows = tl.load(at[j][:, None] + k, mask=seen[j][:, None], other=0.0)
+            y = tl.dot(rows, m[j], y, input_precision="ieee")
     else:
-        y = tl.zeros([BLOCK, D], tl.float32)
         for start in tl.range(0, D, INPUTS, num_stages=1):
             part = start + tl.arange(0, INPUTS)
-            m = taps + part[:, None] * D + k
-            part0 = tl.load(at0[:, None] + part[None, :], mask=seen0[:, None], other=0.0)
-            part1 = tl.load(at1[:, None] + part[None, :], mask=seen1[:, None], other=0.0)
-            part2 = tl.load(at2[:, None] + part[None, :], mask=seen2[:, None], other=0.0)
-            y = tl.dot(part0, tl.load(m), y, input_precision="ieee")
-            y = tl.dot(part1, tl.load(m + D * D), y, input_precision="ieee")
-            y = tl.dot(part2, tl.load(m + 2 * D * D), y, input_precision="ieee")
-    return y, rows0
+            for j in tl.static_range(3):
+                rows = tl.load(at[j][:, None] + part[None, :], mask=seen[j][:, None], other=0.0)
+                y = tl.dot(rows, tl.load(taps + (j * D + part[:, None]) * D + k), y, input_precision="ieee")
+    return pieces(y, BLOCK, D) + 0.5 * own_pieces(own, BLOCK, D, ROTARY).to(tl.float32)
 
 
 @triton.jit
@@ -99,88 +97,73 @@ def head_taps(taps, head, D: tl.constexpr):
     """Return the address of a head's taps, and M_0, M_1, M_2 [D, D]."""
     taps += head * 3 * D * D
     at = taps + tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
-    return taps, tl.load(at), tl.load(at + D * D), tl.load(at + 2 * D * D)
+    return taps, (tl.load(at), tl.load(at + D * D), tl.load(at + 2 * D * D))
 
 
 @triton.jit
 def head_and_tiles(runs, HEADS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return head, first tile and step of a program: the first HEADS * runs programs have query heads, the others key
-    heads.
+    """Return head, group, first tile and step of a program: the first HEADS * runs programs have query heads, the others
+    key heads.
     """
-    program = tl.program_id(0)
-    of_key = program - HEADS * runs
+    of_key = tl.program_id(0) - HEADS * runs
     is_key = of_key >= 0
-    return (
-        tl.where(is_key, HEADS + of_key % GROUPS, program % HEADS),
-        tl.where(is_key, of_key // GROUPS, program // HEADS),
-        tl.where(is_key, (tl.num_programs(0) - HEADS * runs) // GROUPS, runs),
-    )
+    head = tl.where(is_key, HEADS + of_key % GROUPS, tl.program_id(0) % HEADS)
+    group = tl.where(is_key, of_key % GROUPS, head // (HEADS // GROUPS))
+    begin = tl.where(is_key, of_key // GROUPS, tl.program_id(0) // HEADS)
+    return head, group, begin, tl.where(is_key, tl.num_programs(0) // GROUPS - HEADS // GROUPS * runs, runs)
 
 
 @triton.jit
-def rows_of_mean(base, head, group, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
-    """Return the address of the rows with which a head shares a mean, its key head's or its first query head's, and
-    both halves of these rows. base: addresses of the rows [1, BLOCK, 1], all heads.
+def rows_of_mean(base, head, group, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr):
+    """Return the address and the values of the pieces with which a head shares a mean, of its key head or of its first
+    query head. base: addresses of the pieces, without the head.
     """
-    pair, first, second = half_columns(D, ROTARY)
-    other = base + tl.where(head >= HEADS, group * (HEADS // GROUPS), HEADS + group) * D
-    return other, tl.load(other + first), tl.load(other + second)
+    at = base + tl.where(head >= HEADS, group * (HEADS // GROUPS), HEADS + group) * D
+    return at, tl.load(at)
 
 
 @triton.jit
 def with_means(
-    y, own, other, other_first, other_second, head, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr,
+    x, at, other, head, to_query, to_key, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr
 ):
-    """Return both halves of y plus half of the head's own rows and, for a query head, to_query times those of its key
-    head, for a key head to_key times the sum of its query heads'. The other rows: rows_of_mean.
+    """Return the pieces x plus, for a query head, to_query times those of its key head, for a key head to_key times the
+    sum of its query heads'. at, other: from rows_of_mean.
     """
-    pair, first, second = half_columns(D, ROTARY)
-    is_key = head >= HEADS
-    weight = tl.where(is_key, to_key, to_query)
-    x_first, x_second = halves(y, BLOCK, D)
-    own_first, own_second = row_halves(own, BLOCK, D, ROTARY)
-    x_first += 0.5 * own_first.to(tl.float32)
-    x_second += 0.5 * own_second.to(tl.float32)
-    x_first += weight * other_first.to(tl.float32)
-    x_second += weight * other_second.to(tl.float32)
-    if is_key:
+    weight = tl.where(head >= HEADS, to_key, to_query)
+    x += weight * other.to(tl.float32)
+    if head >= HEADS:
         for i in tl.static_range(1, HEADS // GROUPS):
-            x_first += weight * tl.load(other + i * D + first).to(tl.float32)
-            x_second += weight * tl.load(other + i * D + second).to(tl.float32)
-    return x_first, x_second
+            x += weight * tl.load(at + i * D).to(tl.float32)
+    return x
 
 
 @triton.jit
 def normalised(
-    y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride, rope_batch_stride, head, eps,
+    x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride, rope_batch_stride, head, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return x, rotated, in two halves, and 1 / max(|x|, eps) [BLOCK] of rows; y and own: what product_of_rows returned
-    for them.
-    """
-    p, first, second = half_columns(D, ROTARY)
-    x_first, x_second = with_means(
-        y, own, other, other_first, other_second, head, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D, ROTARY, BLOCK
-    )
-    x_first += tl.load(constant + head * D + first)
-    x_second += tl.load(constant + head * D + second)
+    """Return the pieces x, from product_of_rows, as queries or keys of length sqrt(D), and 1 / max(|x|, eps) [BLOCK]."""
+    PIECES: tl.constexpr = D // channel.shape[1]
+    x = with_means(x, at, other, head, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D)
+    x += tl.load(constant + head * D + channel)
+    square = tl.sum(tl.reshape(tl.sum(x * x, axis=1), (PIECES, BLOCK)), axis=0)
+    inverse = tl.rsqrt(tl.maximum(square, eps * eps))
+    x *= tl.reshape(tl.broadcast_to((inverse * tl.sqrt(D * 1.0))[None, :], (PIECES, BLOCK)), (PIECES * BLOCK, 1))
     if HAS_ROPE:
-        cos, sin = rotation(rope, row, entry, p >= 0, rope_row_stride, rope_batch_stride, p, ROTARY)
-    square = tl.sum(tl.sum(x_first * x_first + x_second * x_second, axis=2), axis=0)
-    if HAS_ROPE:
-        x_first, x_second = x_first * cos - x_second * sin, x_second * cos + x_first * sin
-    return x_first, x_second, tl.rsqrt(tl.maximum(square, eps * eps))
+        cos, sin = rotation(rope, row, entry, pair >= 0, rope_row_stride, rope_batch_stride, pair, ROTARY)
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2, x.shape[1])), (1, 2, 0)))
+        x = x * cos + tl.reshape(tl.permute(tl.join(-second, first), (2, 0, 1)), x.shape) * sin
+    return x, inverse
 
 
 @triton.jit
 def product_of_rows(
-    projected, halo, starts, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, head, taps, m0, m1,
-    m2, CHANNELS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
-    INPUTS: tl.constexpr,
+    projected, halo, starts, f, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, head, taps, m,
+    CHANNELS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
+    BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
-    """Return y of rows f, without its constant part, and their z."""
+    """Return the pieces of x of rows f (reference.py) without the constant part of y and without other heads' part."""
     t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
     live = f < total
     near, far = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
@@ -188,7 +171,7 @@ def product_of_rows(
     halo += head * D
     at1, exists1 = row_before(halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 1, HAS_HALO)
     at2, exists2 = row_before(halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 2, HAS_HALO)
-    return taps_product(base, at1, at2, live, near & exists1, far & exists2, taps, m0, m1, m2, BLOCK, D, INPUTS)
+    return taps_product((base, at1, at2), (live, near & exists1, far & exists2), taps, m, BLOCK, D, ROTARY, INPUTS)
 
 
 @triton.jit
@@ -259,43 +242,40 @@ def cca_prologue_forward_kernel(
     INPUTS: tl.constexpr, VALUES: tl.constexpr, STAGES: tl.constexpr,
 ):
     """A program takes tiles of a head (`head_and_tiles`), and with them VALUES channels of their values."""
-    head, begin, step = head_and_tiles(runs, HEADS, GROUPS)
-    is_key = head >= HEADS
-    group = tl.where(is_key, head - HEADS, head // (HEADS // GROUPS))
-    taps, m0, m1, m2 = head_taps(taps, head, D)
-    length = tl.where(is_key, tl.load(temperature + group).to(tl.float32), 1.0) * tl.sqrt(D * 1.0)
-    if is_key:
+    head, group, begin, step = head_and_tiles(runs, HEADS, GROUPS)
+    taps, m = head_taps(taps, head, D)
+    length = 1.0
+    if head >= HEADS:
+        length = tl.load(temperature + group).to(tl.float32)
         out = key + group * D
         out_stride = GROUPS * D
     else:
         out = query + head * D
         out_stride = HEADS * D
-    pair, first, second = half_columns(D, ROTARY)
-    column = head * VALUES + tl.arange(0, VALUES)
+    of_value = head * VALUES + tl.arange(0, VALUES)
     tiles = tl.cdiv(total, BLOCK)
     for tile in tl.range(begin, tiles, step, num_stages=STAGES, disable_licm=True):
-        y, own = product_of_rows(
+        x = product_of_rows(
             projected, halo, starts, tile * BLOCK + product_rows(BLOCK), total, rows, batch, by_rows, by_batch,
-            row_stride, batch_stride, head, taps, m0, m1, m2, (HEADS + GROUPS) * D, D, HAS_HALO, HAS_STARTS, BLOCK,
+            row_stride, batch_stride, head, taps, m, (HEADS + GROUPS) * D, D, ROTARY, HAS_HALO, HAS_STARTS, BLOCK,
             INPUTS,
         )
-        f = tile * BLOCK + tl.arange(0, BLOCK)
-        _, entry, row, _ = place(tl.minimum(f, total - 1)[None, :, None], rows, batch, by_rows, by_batch)
-        base = projected + at_row(row, entry, row_stride, batch_stride)
-        other, other_first, other_second = rows_of_mean(base, head, group, HEADS, GROUPS, D, ROTARY)
+        at_tile, pair, channel = piece_places(BLOCK, D, ROTARY)
+        f2 = tile * BLOCK + at_tile
+        _, entry, row, _ = place(tl.minimum(f2, total - 1), rows, batch, by_rows, by_batch)
+        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
+        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
         if tile < tiles:  # always; Triton copies the next tile's rows before a condition at the end of a loop
+            f = tile * BLOCK + tl.arange(0, BLOCK)
             values, exist = late_values(
-                projected, value_halo, starts, f, column, total, rows, batch, by_rows, by_batch, row_stride,
+                projected, value_halo, starts, f, of_value, total, rows, batch, by_rows, by_batch, row_stride,
                 batch_stride, HEADS, GROUPS, D, DELAYED, HAS_HALO, HAS_STARTS,
             )
-            x_first, x_second, inverse = normalised(
-                y, own, other, other_first, other_second, rope, constant, row, entry, rope_row_stride,
-                rope_batch_stride, head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
+            z, inverse = normalised(
+                x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride, rope_batch_stride, head,
+                eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
             )
-            factor = (inverse * length)[None, :, None]
-            at = out + (f.to(tl.int64) * out_stride)[None, :, None]
-            live = (f < total)[None, :, None]
-            tl.store(at + first, (x_first * factor).to(query.dtype.element_ty), mask=live)
-            tl.store(at + second, (x_second * factor).to(query.dtype.element_ty), mask=live)
+            to = out + f2.to(tl.int64) * out_stride + channel
+            tl.store(to, (z * length).to(query.dtype.element_ty), mask=f2 < total)
             tl.store(inverse_norm + head * total.to(tl.int64) + f, inverse, mask=f < total)
-            tl.store(value + (f.to(tl.int64) * (GROUPS * D))[:, None] + column[None, :], values, mask=exist)
+            tl.store(value + (f.to(tl.int64) * (GROUPS * D))[:, None] + of_value[None, :], values, mask=exist)
