@@ -3,6 +3,7 @@
 forward and backward.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
+    python3 benchmarks/cca_prologue.py --beside MODULE --rep 60   in turns with the two functions of other modules
     python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best
                                                               of each together; a minute
 
@@ -37,6 +38,8 @@ from hip_ops.ops.cca_prologue.triton import HeadLaunch
 
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
+TENSORS = ("query", "key", "value", "inverse_norm", "d_projected", "d_depthwise_weight", "d_depthwise_bias")
+TENSORS += ("d_grouped_weight", "d_grouped_bias", "d_temperature")
 
 
 class Inputs:
@@ -120,8 +123,8 @@ def of_transformers(inputs: Inputs) -> Callable:
 
 
 def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
-    """Return forward and backward of version `name`, without dispatch and autograd."""
-    module = importlib.import_module(f"hip_ops.ops.cca_prologue.{name}")
+    """Return forward and backward of version `name`, or of the module with this name, without dispatch and autograd."""
+    module = importlib.import_module(name if "." in name else f"hip_ops.ops.cca_prologue.{name}")
     query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
     *tensors, groups, delayed = inputs.arguments
     return {
@@ -213,6 +216,41 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
     return {**found, "summary": summary}
 
 
+def errors(name: str, device: torch.device) -> dict[str, float]:
+    """Return by tensor the length of the error of `name` from fp64, relative to the tensor's length."""
+    inputs = Inputs(2, 1000, device)
+    wide = [t.double() if torch.is_tensor(t) else t for t in inputs.arguments]
+    results = reference.cca_prologue(*wide)
+    upstream = (t.double() for t in inputs.upstream)
+    gradients = reference.cca_prologue_backward(*upstream, *wide[:10], *results[:2], results[3], *wide[10:])
+    found = [got for call in kernels(name, inputs).values() for got in call()]
+    return {
+        what: round(((got - want).norm() / want.norm()).item(), 6)
+        for what, got, want in zip(TENSORS, found, (*results, *gradients), strict=False)
+    }
+
+
+def in_turns(batch: int, rows: int, device: torch.device, options) -> dict:
+    """Return the milliseconds in a graph of the Triton version and of the modules options.beside, measured in turns; the
+    microseconds of their kernels; and their errors.
+    """
+    inputs, found = Inputs(batch, rows, device), {}
+    for name in ("triton", *options.beside):
+        calls = kernels(name, inputs)
+        found[name] = {
+            "replays": {d: graphed(lambda call=call: call) for d, call in calls.items()},
+            "us": kernel_times(lambda calls=calls: [call() for call in calls.values()]),
+            "error": errors(name, device),
+        }
+    for name in 4 * tuple(found):
+        for direction, replay in found[name]["replays"].items():
+            found[name].setdefault(direction, []).append(round(milliseconds(replay, device, options.rep), 4))
+    for name, figures in found.items():
+        del figures["replays"]
+        print(name, figures, file=sys.stderr, flush=True)
+    return found
+
+
 KERNELS = ("forward", "norm", "input", "weight")
 
 
@@ -239,15 +277,11 @@ def trials(kernel: str, processors: int) -> list[HeadLaunch]:
         return max(1, int(processors * count * part / ((HEADS + GROUPS) * D)))
 
     default = launch(kernel, D, HEADS + GROUPS, 2, processors=processors, warp_size=WARP_SIZE)
-    if kernel == "forward":
+    if kernel in ("forward", "input"):
         others = [
-            replace(default, programs=None),
-            replace(default, programs=resident(4)),
-            HeadLaunch(64, D, 8, resident(1)),
-            HeadLaunch(64, D, 8),
-            HeadLaunch(128, D, 16, resident(1)),
-            HeadLaunch(32, D, 4, resident(2)),
-            HeadLaunch(32, D, 8, resident(2), registers=128),
+            replace(default, stages=1),
+            HeadLaunch(64, D, 8, processors, stages=2),
+            HeadLaunch(128, D, 8, processors),
         ]
     elif kernel == "norm":
         others = [
@@ -260,15 +294,6 @@ def trials(kernel: str, processors: int) -> list[HeadLaunch]:
                 (32, 8, 3, 3),
             )
         ]
-    elif kernel == "input":
-        others = [
-            replace(default, programs=resident(4, 64)),
-            HeadLaunch(64, 128, 8, resident(1)),
-            HeadLaunch(64, 64, 4, resident(2, 64)),
-            HeadLaunch(128, 64, 8, resident(1, 64)),
-            HeadLaunch(64, 32, 8, resident(2, 32), registers=128),
-            HeadLaunch(64, 32, 8, resident(3, 32), registers=80),
-        ]
     else:
         others = [
             replace(default, stages=4),
@@ -276,7 +301,7 @@ def trials(kernel: str, processors: int) -> list[HeadLaunch]:
             replace(default, rows=64),
             replace(default, rows=64, stages=2),
             replace(default, programs=resident(2)),
-            HeadLaunch(32, 64, 4, resident(2, 64), stages=3, zero_rows=32),
+            HeadLaunch(32, 64, 4, resident(2, 64), stages=3, zero_rows=32, inputs=32),
         ]
     return [default, *others]
 
@@ -362,14 +387,19 @@ def main() -> None:
     )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
+    parser.add_argument(
+        "--beside", nargs="+", help="modules with other kernels, measured in turns with the Triton version"
+    )
     parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels that the sweep measures")
     options = parser.parse_args()
     device = begin(options)
     results = {}
     for shape in options.shapes:
         batch, rows = map(int, shape.split("x"))
-        results[shape] = (sweep if options.sweep else measure)(batch, rows, device, options)
-        if on_gpu and not options.sweep and "triton" in options.versions:
+        results[shape] = (in_turns if options.beside else sweep if options.sweep else measure)(
+            batch, rows, device, options
+        )
+        if on_gpu and not options.sweep and not options.beside and "triton" in options.versions:
             results[shape]["parts"] = parts(batch, rows, device)
             print(results[shape]["parts"], file=sys.stderr, flush=True)
     finish(options, results, (12, 10, 42))

@@ -238,13 +238,13 @@ def _cca_prologue(which: str, heads: int = 8) -> TritonObject:
 
     chosen = (
         cca_prologue.HeadLaunch(0, 0, 8)
-        if which == "sum"
+        if which in ("sum", "taps")
         else cca_prologue.launch(which, 128, heads + 2, 2, processors=COMPUTE_UNITS[ARCH], warp_size=64)
     )
     kernel = getattr(
-        cca_prologue_forward if which == "forward" else cca_prologue_backward, f"cca_prologue_{which}_kernel"
+        cca_prologue_forward if which in ("forward", "taps") else cca_prologue_backward, f"cca_prologue_{which}_kernel"
     )
-    fp32 = ("rope", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
+    fp32 = ("rope", "constant", "inverse_norm", "partial", "partial_bias", "partial_temperature", "partial_zero")
     types = {
         name: "i64" if name.startswith("by_") else "i32"
         for name in kernel.arg_names
@@ -263,10 +263,11 @@ def _cca_prologue(which: str, heads: int = 8) -> TritonObject:
         "HAS_STARTS": True,
         "BLOCK": chosen.rows,
         "STAGES": chosen.stages,
-        "IN": chosen.columns,
         "OUT": chosen.columns,
         "ZERO_BLOCK": chosen.zero_rows,
-        "INPUTS": 128,
+        "INPUTS": chosen.inputs or 128,
+        "VALUES": 256 // heads,
+        "ROWS": cca_prologue.TAPS_ROWS,
         **cca_prologue.SUM_KEYWORDS,
     }
     return _compile(kernel, types, constexprs, chosen.num_warps, chosen.stages, unaligned=cca_prologue_rows.SIZES)
@@ -330,7 +331,7 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "general_product": lambda: _product(False),
     **{
         f"cca_prologue_{which}": functools.partial(_cca_prologue, which)
-        for which in ("forward", "norm", "input", "weight", "sum")
+        for which in ("taps", "forward", "norm", "input", "weight", "sum")
     },
     **{
         f"grouped_{kind}{'_small' * small}": functools.partial(grouped_product, kind, small=small)
@@ -355,7 +356,7 @@ CASES: dict[str, Callable[[], TritonObject]] = {
     "rms_norm_backward_scaled_74b": lambda: _rms_norm("backward", True, hidden=OF_74B),
     **{
         f"cca_prologue_{which}_74b": functools.partial(_cca_prologue, which, 16)
-        for which in ("forward", "norm", "input", "weight", "sum")
+        for which in ("taps", "forward", "norm", "input", "weight", "sum")
     },
     **{
         f"expert_{which}_74b": functools.partial(_expert_rows, which, OF_74B, 24)

@@ -15,7 +15,7 @@ from tests.gfx942.emulator import Counters, Device
 from tests.gfx942.triton_objects import triton_code_object
 from tests.hip_ops.cca_prologue_device import flat, to_numpy
 
-KERNELS = tuple(f"cca_prologue_{name}_kernel" for name in ("forward", "norm", "input", "weight", "sum"))
+KERNELS = tuple(f"cca_prologue_{name}_kernel" for name in ("taps", "forward", "norm", "input", "weight", "sum"))
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 

@@ -85,13 +85,15 @@ def recorded(monkeypatch):
 
 def test_launches(recorded):
     calls = recorded(Case(2048, 2, 8, 2), stages=3)
-    # 64 tiles of 64 rows, and twice as many of 32. The forward has two programs on a multiprocessor, of 3 tiles each;
-    # the input's kernel as many of half a head, of 5 tiles; the weights' has one, of 10, and two programs in a run for
+    # 64 tiles of 64 rows, and twice as many of 32. On 132 multiprocessors a query head gets up to 12 programs and a key
+    # head 18: 11 of 6 tiles and 16 of 4. The weights' kernel has one, of 10 tiles, and two programs in a run for
     # temperatures that are zero.
     assert calls == [
-        ("forward", (10, 22), 1),
+        ("taps", (10, 8, 1), 1),
+        ("forward", (8 * 11 + 2 * 16,), 2),
+        ("taps", (10, 8, 2), 1),
         ("norm", (11, 32), 1),
-        ("input", (20, 13), 1),
+        ("input", (8 * 11 + 2 * 16,), 2),
         ("weight", (12, 13), 3),
         ("sum", (10, 16), 1),
     ]
@@ -99,7 +101,8 @@ def test_launches(recorded):
 
 def test_halos_count_as_rows_of_the_input(recorded):
     calls = recorded(Case(63, 1, 8, 2, halo=True), stages=3)
-    assert calls[2:4] == [("input", (20, 2), 1), ("weight", (12, 2), 3)]
+    assert calls[1] == ("forward", (10,), 2)
+    assert calls[4:6] == [("input", (20,), 2), ("weight", (12, 2), 3)]
 
 
 def test_fewer_stages_where_shared_memory_is_short(recorded):

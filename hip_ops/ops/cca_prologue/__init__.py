@@ -75,7 +75,12 @@ def _fits(first: int) -> dict[str, Callable[..., bool]]:
         shapes = grouped_weight.shape[1] == HEAD_DIM and arguments[-1] % 4 == 0
         return projected.dtype == torch.bfloat16 and shapes and (rope is None or rope.shape[-1] % 8 == 0)
 
-    return {"hip": hip, "triton": lambda *arguments: arguments[first + 3].shape[1] in TRITON_HEAD_DIMS}
+    def triton(*arguments) -> bool:
+        grouped_weight, rope = arguments[first + 3], arguments[first + 6]
+        d = grouped_weight.shape[1]
+        return d in TRITON_HEAD_DIMS and (rope is None or d % rope.shape[-1] == 0)
+
+    return {"hip": hip, "triton": triton}
 
 
 def _rule(values: dict) -> tuple[str, str] | None:

@@ -8,11 +8,12 @@ The kernels take head dimensions that are powers of two from 32 to 256 (`fits`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 from triton.runtime.errors import OutOfResources
 
 from hip_ops.ops.cca_prologue.reference import chunk_count
@@ -22,12 +23,13 @@ from hip_ops.ops.cca_prologue.triton_backward import (
     cca_prologue_sum_kernel,
     cca_prologue_weight_kernel,
 )
-from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel
+from hip_ops.ops.cca_prologue.triton_forward import cca_prologue_forward_kernel, cca_prologue_taps_kernel
 from hip_ops.ops.cca_prologue.triton_rows import divisor
 from hip_ops.runtime.launch import WARP_SIZE, Launch, empty_results, multiprocessors, on, run_kernel
 
 # the values of a call that every kernel is compiled for
 CONSTEXPRS = ("HEADS", "GROUPS", "D", "ROTARY", "DELAYED", "HAS_ROPE", "HAS_HALO", "HAS_STARTS")
+TAPS_ROWS = 16  # of a head's taps, a program
 # of the sum kernel: input channels per program, and partial sums in flight
 SUM_KEYWORDS = {"COLUMNS": 8, "TOGETHER": 8, "RUNS": 64}
 EPS = torch.finfo(torch.float32).eps
@@ -36,12 +38,21 @@ EPS = torch.finfo(torch.float32).eps
 @dataclass(frozen=True)
 class HeadLaunch(Launch):
     """columns: channels per program. zero_rows: of a tile of keys with temperature zero, in the weights' kernel.
-    inputs: input channels of a convolving product at a time, None: all. The launch reduces stages to what shared memory
+    inputs: input channels of a product with taps at a time, None: all. The launch reduces stages to what shared memory
     holds.
     """
 
     zero_rows: int = 64
     inputs: int | None = None
+
+    def head_runs(self, total: int, heads: int, groups: int) -> tuple[int, int]:
+        """Return the runs of a query head and of a key head, whose tile takes longer by a twelfth for each query head of
+        the group: what was added to an H100's time.
+        """
+        programs = self.programs or total
+        runs = max(1, int(programs / (heads + groups + heads / 12)))
+        of_key = max(1, (programs - runs * heads) // groups)
+        return replace(self, programs=runs).grid(total)[0], replace(self, programs=of_key).grid(total)[0]
 
 
 @lru_cache
@@ -56,37 +67,27 @@ def launch(
     """
     nvidia = warp_size == 32
     exact, narrow = nvidia and element_size > 2, element_size > 2 or d > 128
-    inputs = 32 if narrow else None  # its weights would not fit into shared memory
+    inputs = 32 if narrow else None  # all taps would not fit into shared memory
+
+    if kernel == "norm":
+        return HeadLaunch(32, d, 8 if nvidia else 4, max(1, processors * 3 // (heads + 1)))
+    if kernel in ("forward", "input"):
+        if exact:
+            return HeadLaunch(16, d, 8, processors, inputs=inputs)
+        if nvidia and not narrow:
+            return HeadLaunch(64, d, 4, processors, stages=2)  # four warps: see `halves`
+        return HeadLaunch(32, d, 4, processors * (1 if nvidia else 2), inputs=inputs)
+    assert kernel == "weight", kernel
 
     def programs(resident: int, part: int = d) -> int:
         return max(1, processors * resident * part // (heads * d))
 
-    if kernel == "norm":
-        return HeadLaunch(32, d, 8 if nvidia else 4, max(1, processors * 3 // (heads + 1)))
-    if kernel == "forward":
-        if exact:
-            return HeadLaunch(16, d, 8, programs(1), inputs=inputs)
-        return (
-            HeadLaunch(64, d, 8, programs(2), registers=128)
-            if nvidia and not narrow
-            else HeadLaunch(32, d, 4, programs(1 if nvidia else 4), inputs=inputs)
-        )
-    if kernel == "input":
-        part = min(d, 64) if nvidia and not narrow else 32
-        if exact:
-            return HeadLaunch(16, part, 8, programs(1, part))
-        return (
-            HeadLaunch(64, part, 8, programs(2, part), registers=128)
-            if nvidia and not narrow
-            else HeadLaunch(32, part, 4, programs(1, part))
-        )
-    assert kernel == "weight", kernel
     if exact:
-        return HeadLaunch(16, 32, 8, programs(1, 32), zero_rows=16, inputs=inputs)
+        return HeadLaunch(16, 32, 8, programs(1, 32), zero_rows=16, inputs=32)
     if nvidia and not narrow:
-        return HeadLaunch(32, d, 8, programs(1), stages=3)
+        return HeadLaunch(32, d, 8, programs(1), stages=3, inputs=32)
     part = 32 if narrow else min(d, 64)
-    return HeadLaunch(32, part, 4, programs(1 if narrow else 2, part), zero_rows=32 if nvidia else 16, inputs=inputs)
+    return HeadLaunch(32, part, 4, programs(1 if narrow else 2, part), zero_rows=32 if nvidia else 16, inputs=32)
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
@@ -108,12 +109,13 @@ class Plan:
 
     sizes: total, rows, batch and both divisors, as the kernels take them. early: total and divisor including the rows
         of halo.
-    runs: of the weights' kernel and of norm.
+    runs: of the weights' kernel and of norm. query_runs: of a query head, in the forward or the input's kernel.
     """
 
     sizes: tuple[int, ...]
-    grids: dict[str, tuple[int, int]]
+    grids: dict[str, tuple[int, ...]]
     keywords: dict[str, dict]
+    query_runs: int
     early: tuple[int, int] = (0, 0)
     runs: tuple[int, int] = (0, 0)
 
@@ -142,25 +144,46 @@ def _plan(
             | tile.options
         )
 
+    def over_heads(tile: HeadLaunch, rows: int) -> tuple[int, tuple[int]]:
+        runs, of_key = tile.head_runs(rows, of["HEADS"], of["GROUPS"])
+        return runs, (of["HEADS"] * runs + of["GROUPS"] * of_key,)
+
+    taps = (heads, d // TAPS_ROWS, 2 if backward else 1)
     if not backward:
         tile = chosen["forward"]
-        of_forward = keywords(cca_prologue_forward_kernel, tile, tile.stages, INPUTS=tile.inputs or d)
-        return Plan(sizes, {"forward": (heads, *tile.grid(total))}, {"forward": of_forward})
+        query_runs, grid = over_heads(tile, total)
+        of_forward = keywords(
+            cca_prologue_forward_kernel,
+            tile,
+            tile.stages,
+            INPUTS=tile.inputs or d,
+            STAGES=tile.stages,
+            VALUES=next_power_of_2(-(-of["GROUPS"] * d // of["HEADS"])),
+        )
+        return Plan(sizes, {"taps": taps, "forward": grid}, {"forward": of_forward}, query_runs)
     norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (s + early_rows * chunks) * batch
+    query_runs, grid = over_heads(to_input, early_total)
     runs = weight.grid(total) + norm.grid(total)
     return Plan(
         sizes,
         {
+            "taps": taps,
             "norm": (heads + 1, runs[1]),
-            "input": (heads * (d // to_input.columns), *to_input.grid(early_total)),
+            "input": grid,
             "weight": (heads * (d // weight.columns) + of["GROUPS"], runs[0]),
             "sum": (heads, d // SUM_KEYWORDS["COLUMNS"]),
         },
         {
             "norm": keywords(cca_prologue_norm_kernel, norm, 1, STAGES=norm.stages),
-            "input": keywords(cca_prologue_input_kernel, to_input, to_input.stages, IN=to_input.columns),
+            "input": keywords(
+                cca_prologue_input_kernel,
+                to_input,
+                to_input.stages,
+                INPUTS=to_input.inputs or d,
+                STAGES=to_input.stages,
+            ),
             "weight": keywords(
                 cca_prologue_weight_kernel,
                 weight,
@@ -173,6 +196,7 @@ def _plan(
             | SUM_KEYWORDS
             | {"num_warps": 8},
         },
+        query_runs,
         (early_total, divisor(rows + early_rows)),
         runs,
     )
@@ -202,7 +226,21 @@ def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None
         except OutOfResources:
             if keywords["num_stages"] == 1:
                 raise
-            keywords["num_stages"] -= 1
+            fewer = keywords["num_stages"] - 1
+            keywords.update({name: fewer for name in ("num_stages", "STAGES") if name in keywords})
+
+
+def _merged_taps(weights: tuple[Tensor, ...], plan: Plan, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the taps [1 or 2, N, 3, d, d] and the constant part [N, d] of the four convolution tensors."""
+    heads, _, passes = plan.grids["taps"]
+    d = weights[2].shape[1]
+    taps = torch.empty((passes, heads, 3, d, d), dtype=weights[0].dtype, device=device)
+    constant = torch.empty((heads, d), dtype=torch.float32, device=device)
+    run_kernel(
+        cca_prologue_taps_kernel, plan.grids["taps"], *weights, taps, constant, D=d, ROTARY=rotary, ROWS=TAPS_ROWS,
+        num_warps=8, device=device,
+    )
+    return taps, constant
 
 
 def cca_prologue(
@@ -226,13 +264,16 @@ def cca_prologue(
         )
         projected = _by_rows(projected)
         rope = None if rope is None else _by_rows(rope)
-        run_kernel(
-            cca_prologue_forward_kernel, plan.grids["forward"], projected, *(t.contiguous() for t in parameters),
-            inverse_norm if rope is None else rope,
-            *(projected if t is None else t.contiguous() for t in (halo, value_halo)), _bytes(starts, projected), query,
-            key, value, inverse_norm, *plan.sizes, projected.stride(0), projected.stride(1), *_rope_strides(rope), EPS,
-            device=device, **plan.keywords["forward"],
-        )
+        *weights, length = (t.contiguous() for t in parameters)
+        merged = _merged_taps(weights, plan, d if rope is None else rope.shape[-1], device)
+        with on(device):
+            _launch_with_fewer_stages(
+                cca_prologue_forward_kernel[plan.grids["forward"]], plan.keywords["forward"],
+                projected, *merged, length, inverse_norm if rope is None else rope,
+                *(projected if t is None else t.contiguous() for t in (halo, value_halo)), _bytes(starts, projected),
+                query, key, value, inverse_norm, *plan.sizes, plan.query_runs, projected.stride(0), projected.stride(1),
+                *_rope_strides(rope), EPS,
+            )
     return query, key, value, inverse_norm
 
 
@@ -269,6 +310,7 @@ def cca_prologue_backward(
         sum(sizes), dtype=torch.float32, device=device
     ).split(sizes)
     strides = (projected.stride(0), projected.stride(1))
+    taps, constant = _merged_taps(parameters[:4], plan, d if rope is None else rope.shape[-1], device)
     with on(device):
         cca_prologue_norm_kernel[plan.grids["norm"]](
             d_query, d_key, d_value, query, key, inverse_norm, parameters[-1], rope_or_any, flags, dy, d_projected,
@@ -277,12 +319,13 @@ def cca_prologue_backward(
         )
         _launch_with_fewer_stages(
             cca_prologue_input_kernel[plan.grids["input"]], plan.keywords["input"],
-            dy, parameters[0], parameters[2], flags, d_projected, d_halo, plan.early[0], *plan.sizes[1:3],
-            plan.early[1], plan.sizes[4],
+            dy, taps[1], flags, d_projected, d_halo, plan.early[0], *plan.sizes[1:3], plan.early[1], plan.sizes[4],
+            plan.query_runs,
         )
         _launch_with_fewer_stages(
             cca_prologue_weight_kernel[plan.grids["weight"]], plan.keywords["weight"],
-            dy, d_key, projected, *parameters, rope_or_any, halo_or_any, flags, partial, partial_zero, *plan.sizes,
+            dy, d_key, projected, taps, constant, parameters[-1], rope_or_any, halo_or_any, flags, partial,
+            partial_zero, *plan.sizes,
             *strides, *d_key.stride()[:3], *rope_strides, EPS,
         )
         cca_prologue_sum_kernel[plan.grids["sum"]](

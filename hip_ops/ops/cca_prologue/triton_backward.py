@@ -20,7 +20,17 @@ Importing this module imports triton.
 import triton
 import triton.language as tl
 
-from hip_ops.ops.cca_prologue.triton_forward import head_weights, rotated_head
+from hip_ops.ops.cca_prologue.triton_forward import (
+    head_and_tiles,
+    head_taps,
+    normalised,
+    piece_places,
+    product_of_rows,
+    product_rows,
+    rows_of_mean,
+    taps_product,
+    with_means,
+)
 from hip_ops.ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, place, reach, rotation, row_before
 
 LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it, keys have lost their direction
@@ -171,111 +181,82 @@ def cca_prologue_norm_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_input_kernel(
-    dy, depthwise_weight, grouped_weight, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr, IN: tl.constexpr,
+    dy, taps, starts, d_projected, d_halo, total, rows, batch, by_early, by_batch, runs, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, D: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (part, run), tiles run, run + runs, ...: the gradient of z for IN channels of a head.
+    """A program takes tiles of a head (`head_and_tiles`): the gradient of z. taps: those of the backward pass.
 
     With halo, `total` includes the rows -2 and -1 of each sequence.
     """
-    PARTS: tl.constexpr = D // IN
-    PER: tl.constexpr = HEADS // GROUPS
     CHANNELS: tl.constexpr = (HEADS + GROUPS) * D
     EARLY: tl.constexpr = 2 if HAS_HALO else 0
-    head = tl.program_id(0) // PARTS
-    is_key = head >= HEADS
-    group = tl.where(is_key, head - HEADS, head // PER)
-    weight = tl.where(is_key, 0.5, 0.5 / PER)
-    other = tl.where(is_key, group * PER, HEADS + group)
-    out = tl.arange(0, D)
-    inside = tl.program_id(0) % PARTS * IN + tl.arange(0, IN)
-    into = head * D + inside
-    dtype = dy.dtype.element_ty
-    at = (
-        grouped_weight
-        + ((head * D + out[:, None, None]) * D + inside[None, :, None]) * 2
-        + tl.arange(0, 2)[None, None, :]
-    )
-    tap0, tap1 = tl.split(tl.load(at).to(tl.float32))  # [out, in]
-    a0, a1 = tl.split(tl.load(depthwise_weight + 2 * into[:, None] + tl.arange(0, 2)[None, :]).to(tl.float32))
-    a0 = a0[None, :]
-    a1 = a1[None, :]
-    merged0, merged1, merged2 = (a1 * tap1).to(dtype), tl.fma(a0, tap1, a1 * tap0).to(dtype), (a0 * tap0).to(dtype)
+    head, group, begin, step = head_and_tiles(runs, HEADS, GROUPS)
+    taps, m = head_taps(taps, head, D)
     tiles = tl.cdiv(total, BLOCK)
-    one = tl.where(tiles > 0, 1.0, 0.0)
-    for i in tl.range(tl.program_id(1), tiles, tl.num_programs(1), disable_licm=True):
+    for i in tl.range(begin, tiles, step, num_stages=STAGES, disable_licm=True):
         # in reverse order: the cache still holds what the previous kernel wrote last
-        f = (tiles - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        start = (tiles - 1 - i) * BLOCK
+        f = start + product_rows(BLOCK)
         t, entry, row, chunk = place(f, rows + EARLY, batch, by_early, by_batch)
         t -= EARLY
-        row = chunk * rows + t  # place includes the early rows
-        flat = (row * batch + entry).to(tl.int64)
         live = f < total
-        own = live & (t >= 0)
-        near1, _ = reach(starts, t + 1, entry, chunk, live & (t >= -1) & (t + 1 < rows), rows, batch, HAS_STARTS)
-        _, far2 = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
-        base = dy + flat * CHANNELS
-        dy_at = (base + head * D)[:, None] + out[None, :]
-        step = batch * CHANNELS
-        dy0 = tl.load(dy_at, mask=own[:, None], other=0.0)
-        dy1 = tl.load(dy_at + step, mask=near1[:, None], other=0.0)
-        dy2 = tl.load(dy_at + 2 * step, mask=far2[:, None], other=0.0)
-        # The means' part is loaded before the products, which hide the loads: for a query head also the key head's
-        # gradient, for the key head also those of all its query heads.
-        mine = tl.load(base[:, None] + into[None, :], mask=own[:, None], other=0.0)
-        of_other = base[:, None] + (other * D + inside)[None, :]
-        theirs = tl.load(of_other, mask=own[:, None], other=0.0)
-        # A factor of 1 separates the three products: Triton would give a chain of products a layout for twice the rows.
-        dz0 = tl.dot(dy0, merged0, input_precision="ieee")
-        dz1 = tl.dot(dy1, merged1, input_precision="ieee")
-        dz2 = tl.dot(dy2, merged2, input_precision="ieee")
-        mean = 0.5 * mine.to(tl.float32) + weight * theirs.to(tl.float32)
-        for j in tl.range(1, tl.where(is_key, PER, 1), num_stages=1):
-            mean += weight * tl.load(of_other + j * D, mask=own[:, None], other=0.0).to(tl.float32)
-        dz = dz0 * one + dz1 * one + dz2 * one + mean
-        to = d_projected + (flat * (CHANNELS + GROUPS * D))[:, None] + into[None, :]
-        tl.store(to, dz.to(dtype), mask=own[:, None])
-        if HAS_HALO:
-            slot = ((chunk * 2 + t + 2) * batch + entry).to(tl.int64)
-            tl.store(d_halo + (slot * CHANNELS)[:, None] + into[None, :], dz.to(dtype), mask=(live & (t < 0))[:, None])
+        near, _ = reach(starts, t + 1, entry, chunk, live & (t >= -1) & (t + 1 < rows), rows, batch, HAS_STARTS)
+        _, far = reach(starts, t + 2, entry, chunk, live & (t + 2 < rows), rows, batch, HAS_STARTS)
+        base = dy + (((chunk * rows + t) * batch + entry).to(tl.int64) * CHANNELS + head * D)
+        at = (base, base + batch * CHANNELS, base + 2 * batch * CHANNELS)
+        x = taps_product(at, (live & (t >= 0), near, far), taps, m, BLOCK, D, D, INPUTS)
+        at_tile, pair, channel = piece_places(BLOCK, D, D)
+        f2 = start + at_tile
+        t2, entry2, row2, chunk2 = place(tl.minimum(f2, total - 1), rows + EARLY, batch, by_early, by_batch)
+        flat = ((chunk2 * rows + tl.maximum(t2 - EARLY, 0)) * batch + entry2).to(tl.int64)
+        at_other, other = rows_of_mean(dy + flat * CHANNELS + channel, head, group, HEADS, GROUPS, D)
+        if i < tiles:  # always; see cca_prologue_forward_kernel
+            channel += head * D
+            if HAS_HALO:
+                to_halo = d_halo + ((chunk2 * 2 + t2) * batch + entry2).to(tl.int64) * CHANNELS + channel
+                tl.store(to_halo, x.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 < EARLY))
+            dz = with_means(x, at_other, other, head, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D)
+            to = d_projected + flat * (CHANNELS + GROUPS * D) + channel
+            tl.store(to, dz.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 >= EARLY))
 
 
 @triton.jit
 def zero_temperature(
-    d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts, partial,
-    total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride,
-    rope_row_stride, rope_batch_stride, eps, group, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
-    INPUTS: tl.constexpr,
+    d_key, projected, taps, constant, rope, halo, starts, partial, total, rows, batch, by_rows, by_batch, row_stride,
+    batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
+    HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Compute the temperature's gradient where the temperature is zero: the key is zero too, so its direction is
-    computed again.
+    computed again. taps: those of the forward pass.
     """
     head = HEADS + group
-    first, second = pair_columns(D // 2, ROTARY)
-    weights = head_weights(grouped_weight, head, 0, D, ROTARY, INPUTS)
-    along = tl.zeros([BLOCK], tl.float32)
+    taps, m = head_taps(taps, head, D)
+    at_tile, pair, channel = piece_places(BLOCK, D, ROTARY)
+    along = tl.zeros([1], tl.float32)
     for start in range(tl.program_id(1) * BLOCK, total, tl.num_programs(1) * BLOCK):
-        f = start + tl.arange(0, BLOCK)
-        x_first, x_second, inverse = rotated_head(
-            projected, halo, starts, rope, depthwise_weight, depthwise_bias, weights, grouped_weight, grouped_bias, f,
-            total, rows, batch, by_rows, by_batch, row_stride, batch_stride, rope_row_stride, rope_batch_stride, head,
-            group, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, INPUTS,
+        x = product_of_rows(
+            projected, halo, starts, start + product_rows(BLOCK), total, rows, batch, by_rows, by_batch, row_stride,
+            batch_stride, head, taps, m, (HEADS + GROUPS) * D, D, ROTARY, HAS_HALO, HAS_STARTS, BLOCK, INPUTS,
         )
-        live = f < total
-        _, entry, row, _ = place(f, rows, batch, by_rows, by_batch)
-        gradient_at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride))[None, :]
-        g_first = tl.load(gradient_at + first[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        g_second = tl.load(gradient_at + second[:, None], mask=live[None, :], other=0.0).to(tl.float32)
-        along += tl.sum(g_first * x_first + g_second * x_second, axis=0) * inverse
-    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0) * tl.sqrt(D * 1.0))
+        f = start + at_tile
+        t, entry, row, chunk = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)
+        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
+        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
+        x, inverse = normalised(
+            x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride,
+            rope_batch_stride, head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
+        )
+        at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride)) + channel
+        gradient = tl.load(at, mask=f < total, other=0.0).to(tl.float32)
+        along += tl.sum(tl.sum(gradient * x, axis=1), axis=0)
+    tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_weight_kernel(
-    dy, d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, temperature, rope, halo,
-    starts, partial, partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
+    dy, d_key, projected, taps, constant, temperature, rope, halo, starts, partial, partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
     k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
     BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
@@ -301,8 +282,8 @@ def cca_prologue_weight_kernel(
             t, entry, row, chunk = place(f, rows, batch, by_rows, by_batch)
             near, far = reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS)
             base = projected + at_row(row, entry, row_stride, batch_stride)
-            at1, exists1 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 1, HAS_HALO)
-            at2, exists2 = row_before(projected, halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 2, HAS_HALO)
+            at1, exists1 = row_before(halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 1, HAS_HALO)
+            at2, exists2 = row_before(halo, base, t, entry, chunk, batch, row_stride, CHANNELS, 2, HAS_HALO)
             z0 = tl.load(base[:, None] + column[None, :], mask=live[:, None], other=0.0)
             z1 = tl.load(at1[:, None] + column[None, :], mask=(near & exists1)[:, None], other=0.0)
             z2 = tl.load(at2[:, None] + column[None, :], mask=(far & exists2)[:, None], other=0.0)
@@ -322,10 +303,10 @@ def cca_prologue_weight_kernel(
         group = tl.program_id(0) - (HEADS + GROUPS) * PARTS
         if tl.abs(tl.load(temperature + group).to(tl.float32)) < LEAST_TEMPERATURE:
             zero_temperature(
-                d_key, projected, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, rope, halo, starts,
-                partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
-                k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, group, HEADS, GROUPS, D, ROTARY,
-                HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK, INPUTS,
+                d_key, projected, taps, constant, rope, halo, starts, partial_zero, total, rows, batch, by_rows,
+                by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
+                rope_batch_stride, eps, group, HEADS, GROUPS, D, ROTARY, HAS_ROPE, HAS_HALO, HAS_STARTS, ZERO_BLOCK,
+                INPUTS,
             )
 
 

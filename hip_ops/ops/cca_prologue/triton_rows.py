@@ -65,7 +65,7 @@ def reach(starts, t, entry, chunk, live, rows, batch, HAS_STARTS: tl.constexpr):
 
 @triton.jit
 def row_before(
-    projected, halo, base, t, entry, chunk, batch, row_stride, channels, BACK: tl.constexpr, HAS_HALO: tl.constexpr
+    halo, base, t, entry, chunk, batch, row_stride, channels, BACK: tl.constexpr, HAS_HALO: tl.constexpr
 ):
     """Return the addresses of the rows BACK before those at `base`, in projected or in halo [k, 2, b, channels], and
     whether they exist.
