@@ -24,10 +24,13 @@ def launch(width: int, *, warp_size: int) -> Launch:
 
 
 def parameters_launch(width: int, *, warp_size: int) -> Launch:
-    """Choose the tile of a matrix's gradient and the number of slabs. The rows are those of `launch`, whose sums it
-    reads.
+    """Choose the tile of a matrix's gradient and the number of slabs: one program a multiprocessor of an H200, where
+    more slabs are slower, five for six compute units of an MI300X. The rows are those of `launch`, whose sums it reads.
     """
-    return Launch(launch(width, warp_size=warp_size).rows, min(width, 128), 4, programs=32, stages=2)
+    rows, tile = launch(width, warp_size=warp_size).rows, min(width, 128)
+    if warp_size == 64:
+        return Launch(rows, tile, 4, programs=32, stages=2)
+    return Launch(rows, tile, 8 if tile == 128 else 4, programs=16, stages=3)
 
 
 def router_mlp(
