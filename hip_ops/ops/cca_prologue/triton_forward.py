@@ -228,9 +228,9 @@ def cca_prologue_taps_kernel(
     if not backward:
         column = tl.arange(0, 2 * D)
         both = tl.load(grouped_weight + ((head * D + k) * (2 * D))[:, None] + column[None, :]).to(tl.float32)
-        both *= tl.load(depthwise_bias + head * D + column // 2).to(tl.float32)[None, :]
-        bias = tl.load(grouped_bias + head * D + k).to(tl.float32)
-        tl.store(constant + head * D + k, bias + tl.sum(both, axis=1))
+        b0 = tl.load(depthwise_bias + head * D + column // 2).to(tl.float32)
+        b1 = tl.load(grouped_bias + head * D + k).to(tl.float32)
+        tl.store(constant + head * D + k, tl.sum(both * b0[None, :], axis=1) + b1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -263,8 +263,9 @@ def cca_prologue_forward_kernel(
         at_tile, pair, channel = piece_places(BLOCK, D, ROTARY)
         f2 = tile * BLOCK + at_tile
         _, entry, row, _ = place(tl.minimum(f2, total - 1), rows, batch, by_rows, by_batch)
-        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
-        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
+        at, other = rows_of_mean(
+            projected + at_row(row, entry, row_stride, batch_stride) + channel, head, group, HEADS, GROUPS, D
+        )
         if tile < tiles:  # always; Triton copies the next tile's rows before a condition at the end of a loop
             f = tile * BLOCK + tl.arange(0, BLOCK)
             values, exist = late_values(
@@ -275,7 +276,7 @@ def cca_prologue_forward_kernel(
                 x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride, rope_batch_stride, head,
                 eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
             )
-            to = out + f2.to(tl.int64) * out_stride + channel
-            tl.store(to, (z * length).to(query.dtype.element_ty), mask=f2 < total)
+            at = out + f2.to(tl.int64) * out_stride + channel
+            tl.store(at, (z * length).to(query.dtype.element_ty), mask=f2 < total)
             tl.store(inverse_norm + head * total.to(tl.int64) + f, inverse, mask=f < total)
             tl.store(value + (f.to(tl.int64) * (GROUPS * D))[:, None] + of_value[None, :], values, mask=exist)
