@@ -46,8 +46,8 @@ class HeadLaunch(Launch):
     inputs: int | None = None
 
     def over_heads(self, rows: int, heads: int, groups: int) -> tuple[int, tuple[int]]:
-        """Return a query head's runs and the grid. A key head's tile takes longer, by a twelfth for each query head of its
-        group (by instructions), and gets as many more programs.
+        """Return a query head's runs and the grid. A key head's tile takes longer, by a twelfth for each query head of
+        its group (by instructions), so that it gets more programs.
         """
         runs = max(1, int(self.programs / (heads + groups + heads / 12)))
         of_key = max(1, (self.programs - runs * heads) // groups)

@@ -2,6 +2,7 @@
 """The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the
 programs.
 
+    cca_prologue_taps_kernel      weights -> merged taps M_j (triton_forward.py)
     cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py);
                                   d_value -> projected's value channels
     cca_prologue_input_kernel     dy -> the gradient of z and halo
@@ -213,7 +214,7 @@ def cca_prologue_input_kernel(
         t2, entry2, row2, chunk2 = place(tl.minimum(f2, total - 1), rows + EARLY, batch, by_early, by_batch)
         flat = ((chunk2 * rows + tl.maximum(t2 - EARLY, 0)) * batch + entry2).to(tl.int64)
         at_other, other = rows_of_mean(dy + flat * CHANNELS + channel, head, group, HEADS, GROUPS, D)
-        if i < tiles:  # always; see cca_prologue_forward_kernel
+        if i < tiles:  # always: see triton_forward.py
             channel += head * D
             if HAS_HALO:
                 to_halo = d_halo + ((chunk2 * 2 + t2) * batch + entry2).to(tl.int64) * CHANNELS + channel
@@ -258,10 +259,11 @@ def zero_temperature(
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_weight_kernel(
-    dy, d_key, projected, taps, constant, temperature, rope, halo, starts, partial, partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
-    k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+    dy, d_key, projected, taps, constant, temperature, rope, halo, starts, partial, partial_zero, total, rows, batch,
+    by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
+    rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
+    ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs,
     N, 3, D, D].
