@@ -2,7 +2,8 @@
 """Host side of the CCA prologue in Triton: tiles, grids and the order of the launches. Same functions as
 reference.py.
 
-The kernels take head dimensions that are powers of two from 32 to 256 (`fits`). Importing this module imports triton.
+The kernels take head dimensions that are powers of two from 32 to 256, of which the rotating channels are a divisor
+(`fits`). Importing this module imports triton.
 """
 
 from __future__ import annotations
