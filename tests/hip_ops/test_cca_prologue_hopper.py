@@ -61,7 +61,7 @@ def test_rows_are_copied_ahead_of_products_with_taps(tmp_path, which, more):
     before, _, end = loop.partition("scf.if")
     assert before.count("ttg.async_copy_global_to_local") == 4, "the next tile's rows, before the end of this one"
     assert "ttg.local_alloc" not in loop, "taps stay in shared memory"
-    assert "tt.store" not in before and end.count("tt.store") >= 2
+    assert "tt.store" not in before and "tt.store" in end
 
 
 @pytest.mark.slow

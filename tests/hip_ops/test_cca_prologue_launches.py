@@ -8,6 +8,7 @@ import torch
 
 from tests.hip_ops.cca_prologue_cases import Case, backward, make
 from tests.hip_ops.cca_prologue_triton_device import KERNELS
+from tests.hip_ops.cpu_kernels import run_python
 
 triton = pytest.importorskip("triton")
 
@@ -115,3 +116,23 @@ def test_fewer_stages_where_shared_memory_is_short(recorded):
 def test_no_stage_fits(recorded):
     with pytest.raises(triton.runtime.errors.OutOfResources):
         recorded(Case(100, 1, 8, 2, delayed=0), stages=0)
+
+
+INTERPRETED = """
+from hip_ops.ops.cca_prologue import triton as module
+from tests.hip_ops.cca_prologue_cases import FP32, Case, check
+
+choose = module.launch
+module.launch = lambda kernel, d, heads, _, **more: choose(kernel, d, heads, 2, **(more | {"warp_size": 32}))
+module.multiprocessors = lambda device: 24
+check(module, Case(67, 2, 4, 2, 32, 2, True, 5, rotary=16, zero=True, delayed=20, dtype=FP32))
+check(module, Case(70, 1, 5, 1, 64, at=(15, 31, 32), dtype=FP32))
+check(module, Case(130, 1, 2, 1, pad=8, rope_batch=True, dtype=FP32))
+print("right")
+"""
+
+
+@pytest.mark.slow  # test_cca_prologue_gfx942.py runs the compiled kernels, in AMD's tiles and bf16
+def test_hoppers_tiles_in_the_interpreter():
+    done = run_python(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "right" in done.stdout, done.stdout[-4000:]

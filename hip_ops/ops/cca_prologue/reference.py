@@ -11,9 +11,9 @@ Source: arXiv 2510.04476 with the changes of arXiv 2605.05365, as in transformer
 Before a sequence or a document z = 0, hence u = b0. So u_t and u_{t-1} depend only on z_t, z_{t-1} and z_{t-2}; the
 last two are zero where they lie before the row's sequence or document.
 
-Conventions of all versions: u is rounded to the tensors' dtype before the product, as is the gradient of x; all other
-arithmetic is fp32 (fp64 for fp64 tensors), and each result is rounded once. eps is the machine epsilon of the
-arithmetic.
+Conventions of all versions: u is rounded to the tensors' dtype before the product (Triton's version rounds the products
+of both convolutions' taps instead, and no u), as is the gradient of x; all other arithmetic is fp32 (fp64 for fp64
+tensors), and each result is rounded once. eps is the machine epsilon of the arithmetic.
 
 Shapes: s rows, b micro batch, n query heads, g query groups, d head channels, N = n + g, C = N d, w delayed channels.
 projected [s, b, C + g d] is (queries, keys, current values, delayed values); rope [s, 1 or b, r] is (cos, sin) of the

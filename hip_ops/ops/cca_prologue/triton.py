@@ -2,7 +2,8 @@
 """Host side of the CCA prologue in Triton: tiles, grids and the order of the launches. Same functions as
 reference.py.
 
-The kernels take head dimensions that are powers of two from 32 to 256 (`fits`). Importing this module imports triton.
+The kernels take head dimensions that are powers of two from 32 to 256, of which the rotating channels are a divisor
+(`fits`). Importing this module imports triton.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class HeadLaunch(Launch):
     zero_rows: int = 64
     inputs: int | None = None
 
-    def head_runs(self, total: int, heads: int, groups: int) -> tuple[int, int]:
-        """Return the runs of a query head and of a key head, whose tile takes longer by a twelfth for each query head of
-        the group: what was added to an H100's time.
+    def over_heads(self, rows: int, heads: int, groups: int) -> tuple[int, tuple[int]]:
+        """Return a query head's runs and the grid. A key head's tile takes longer, by a twelfth for each query head of
+        its group (by instructions), so that it gets more programs.
         """
-        programs = self.programs or total
-        runs = max(1, int(programs / (heads + groups + heads / 12)))
-        of_key = max(1, (programs - runs * heads) // groups)
-        return replace(self, programs=runs).grid(total)[0], replace(self, programs=of_key).grid(total)[0]
+        runs = max(1, int(self.programs / (heads + groups + heads / 12)))
+        of_key = max(1, (self.programs - runs * heads) // groups)
+        runs, of_key = (replace(self, programs=programs).grid(rows)[0] for programs in (runs, of_key))
+        return runs, (heads * runs + groups * of_key,)
 
 
 @lru_cache
@@ -144,14 +145,10 @@ def _plan(
             | tile.options
         )
 
-    def over_heads(tile: HeadLaunch, rows: int) -> tuple[int, tuple[int]]:
-        runs, of_key = tile.head_runs(rows, of["HEADS"], of["GROUPS"])
-        return runs, (of["HEADS"] * runs + of["GROUPS"] * of_key,)
-
     taps = (heads, d // TAPS_ROWS, 2 if backward else 1)
     if not backward:
         tile = chosen["forward"]
-        query_runs, grid = over_heads(tile, total)
+        query_runs, grid = tile.over_heads(total, of["HEADS"], of["GROUPS"])
         of_forward = keywords(
             cca_prologue_forward_kernel,
             tile,
@@ -164,7 +161,7 @@ def _plan(
     norm, to_input, weight = (chosen[name] for name in names)
     early_rows = 2 if of["HAS_HALO"] else 0
     early_total = (s + early_rows * chunks) * batch
-    query_runs, grid = over_heads(to_input, early_total)
+    query_runs, grid = to_input.over_heads(early_total, of["HEADS"], of["GROUPS"])
     runs = weight.grid(total) + norm.grid(total)
     return Plan(
         sizes,
@@ -226,8 +223,7 @@ def _launch_with_fewer_stages(launch_kernel, keywords: dict, *arguments) -> None
         except OutOfResources:
             if keywords["num_stages"] == 1:
                 raise
-            fewer = keywords["num_stages"] - 1
-            keywords.update({name: fewer for name in ("num_stages", "STAGES") if name in keywords})
+            keywords |= {name: keywords["num_stages"] - 1 for name in ("num_stages", "STAGES") if name in keywords}
 
 
 def _merged_taps(weights: tuple[Tensor, ...], plan: Plan, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -309,7 +305,6 @@ def cca_prologue_backward(
     partial, partial_bias, partial_temperature, partial_zero = torch.empty(
         sum(sizes), dtype=torch.float32, device=device
     ).split(sizes)
-    strides = (projected.stride(0), projected.stride(1))
     taps, constant = _merged_taps(parameters[:4], plan, d if rope is None else rope.shape[-1], device)
     with on(device):
         cca_prologue_norm_kernel[plan.grids["norm"]](
@@ -326,7 +321,7 @@ def cca_prologue_backward(
             cca_prologue_weight_kernel[plan.grids["weight"]], plan.keywords["weight"],
             dy, d_key, projected, taps, constant, parameters[-1], rope_or_any, halo_or_any, flags, partial,
             partial_zero, *plan.sizes,
-            *strides, *d_key.stride()[:3], *rope_strides, EPS,
+            projected.stride(0), projected.stride(1), *d_key.stride()[:3], *rope_strides, EPS,
         )
         cca_prologue_sum_kernel[plan.grids["sum"]](
             partial, partial_bias, partial_temperature, partial_zero, *parameters[:3], parameters[-1], *d_parameters,

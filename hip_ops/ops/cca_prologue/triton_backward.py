@@ -2,6 +2,7 @@
 """The backward kernels of the CCA prologue. No atomics: every sum over rows is a sum per program, then a sum over the
 programs.
 
+    cca_prologue_taps_kernel      weights -> merged taps M_j (triton_forward.py)
     cca_prologue_norm_kernel      d_query, d_key, query, key -> dy, the gradient of x (reference.py);
                                   d_value -> projected's value channels
     cca_prologue_input_kernel     dy -> the gradient of z and halo
@@ -31,7 +32,7 @@ from hip_ops.ops.cca_prologue.triton_forward import (
     taps_product,
     with_means,
 )
-from hip_ops.ops.cca_prologue.triton_rows import SIZES, at_row, pair_columns, place, reach, rotation, row_before
+from hip_ops.ops.cca_prologue.triton_rows import SIZES, at_row, place, reach, rotation, row_before
 
 LEAST_TEMPERATURE = tl.constexpr(1e-30)  # below it, keys have lost their direction
 
@@ -129,7 +130,9 @@ def cca_prologue_norm_kernel(
             out_stride = HEADS * D
         length = tl.where(is_key, tl.load(temperature + group).to(tl.float32), 1.0)
         inverse_length = tl.where(tl.abs(length) < LEAST_TEMPERATURE, 0.0, 1.0 / length)
-        first, second = pair_columns(D // 2, ROTARY)
+        p = tl.arange(0, D // 2)
+        first = p + p // (ROTARY // 2) * (ROTARY // 2)
+        second = first + ROTARY // 2
         sum_first = tl.zeros([BLOCK, D // 2], tl.float32)
         sum_second = tl.zeros([BLOCK, D // 2], tl.float32)
         sum_along = tl.zeros([BLOCK], tl.float32)
@@ -163,7 +166,7 @@ def cca_prologue_norm_kernel(
                     live[:, None],
                     rope_row_stride,
                     rope_batch_stride,
-                    tl.arange(0, D // 2)[None, :],
+                    p[None, :],
                     ROTARY,
                 )
                 d_first, d_second = d_first * cos + d_second * sin, d_second * cos - d_first * sin
@@ -211,14 +214,14 @@ def cca_prologue_input_kernel(
         t2, entry2, row2, chunk2 = place(tl.minimum(f2, total - 1), rows + EARLY, batch, by_early, by_batch)
         flat = ((chunk2 * rows + tl.maximum(t2 - EARLY, 0)) * batch + entry2).to(tl.int64)
         at_other, other = rows_of_mean(dy + flat * CHANNELS + channel, head, group, HEADS, GROUPS, D)
-        if i < tiles:  # always; see cca_prologue_forward_kernel
+        if i < tiles:  # always: see triton_forward.py
             channel += head * D
             if HAS_HALO:
                 to_halo = d_halo + ((chunk2 * 2 + t2) * batch + entry2).to(tl.int64) * CHANNELS + channel
                 tl.store(to_halo, x.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 < EARLY))
             dz = with_means(x, at_other, other, head, 0.5 * GROUPS / HEADS, 0.5, HEADS, GROUPS, D)
-            to = d_projected + flat * (CHANNELS + GROUPS * D) + channel
-            tl.store(to, dz.to(dy.dtype.element_ty), mask=(f2 < total) & (t2 >= EARLY))
+            mask = (f2 < total) & (t2 >= EARLY)
+            tl.store(d_projected + flat * (CHANNELS + GROUPS * D) + channel, dz.to(dy.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -242,24 +245,25 @@ def zero_temperature(
         )
         f = start + at_tile
         t, entry, row, chunk = place(tl.minimum(f, total - 1), rows, batch, by_rows, by_batch)
-        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
-        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
+        at, other = rows_of_mean(
+            projected + at_row(row, entry, row_stride, batch_stride) + channel, head, group, HEADS, GROUPS, D
+        )
         x, inverse = normalised(
             x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride,
             rope_batch_stride, head, eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
         )
         at = d_key + (group * k_head_stride + at_row(row, entry, k_row_stride, k_batch_stride)) + channel
-        gradient = tl.load(at, mask=f < total, other=0.0).to(tl.float32)
-        along += tl.sum(tl.sum(gradient * x, axis=1), axis=0)
+        along += tl.sum(tl.sum(x * tl.load(at, mask=f < total, other=0.0).to(tl.float32), axis=1), axis=0)
     tl.store(partial + tl.program_id(1) * GROUPS + group, tl.sum(along, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def cca_prologue_weight_kernel(
-    dy, d_key, projected, taps, constant, temperature, rope, halo, starts, partial, partial_zero, total, rows, batch, by_rows, by_batch, row_stride, batch_stride, k_row_stride,
-    k_batch_stride, k_head_stride, rope_row_stride, rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr, OUT: tl.constexpr, ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
+    dy, d_key, projected, taps, constant, temperature, rope, halo, starts, partial, partial_zero, total, rows, batch,
+    by_rows, by_batch, row_stride, batch_stride, k_row_stride, k_batch_stride, k_head_stride, rope_row_stride,
+    rope_batch_stride, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_HALO: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr,
+    ZERO_BLOCK: tl.constexpr, INPUTS: tl.constexpr,
 ):
     """Program (part, run), tiles run, run + runs, ...: S_0, S_1, S_2 of OUT output channels of a head to partial [runs,
     N, 3, D, D].

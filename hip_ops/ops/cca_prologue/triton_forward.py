@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward kernel of the CCA prologue, one pass from the projections to query, key and value, and what it shares with
-the backward pass: the product with merged taps.
+"""The forward kernel of the CCA prologue, one pass from the projections to query, key and value, and what it shares
+with the backward pass: the product with merged taps.
 
 With z zero before a sequence or document (reference.py),
     y_t = M_0 z_t + M_1 z_{t-1} + M_2 z_{t-2} + (W0 + W1) b0 + b1,  M_0 = a1 W1, M_1 = a0 W1 + a1 W0, M_2 = a0 W0,
-where a row's taps that it does not see are left out. So the operands of the product are rows as they lie in memory, which
-are copied to shared memory while the tile before is computed. The taps are rounded to the tensors' dtype, u is not.
+where a row's taps that it does not see are left out. So the operands of the product are rows as they lie in memory,
+which are copied to shared memory while the tile before is computed. The taps are rounded to the tensors' dtype, u is
+not.
 
 A program has one head, whose taps stay in shared memory, and loops over tiles of BLOCK rows. Key heads, which also add
-the mean of their query heads, get more programs. Importing this module imports triton.
+the mean of their query heads, get more programs.
+
+For the copies ahead Triton 3.5 to 3.8 need that the loop holds no other loop, that what follows the product is under a
+condition, except for one addition to the product (3.6 fails without it), and that begin and step of the loop come from
+no branch (3.5). Importing this module imports triton.
 """
 
 import triton
@@ -19,7 +24,7 @@ from hip_ops.ops.cca_prologue.triton_rows import SIZES, at_row, place, reach, ro
 
 @triton.jit
 def product_rows(BLOCK: tl.constexpr):
-    """Return the rows of a tile in the order of a product's rows; see `halves`."""
+    """Return the rows of a tile in the order of a product's rows; see `pieces`."""
     r = tl.arange(0, BLOCK)
     return r // 8 % 2 * (BLOCK // 2) + r // 16 * 8 + r % 8
 
@@ -35,12 +40,12 @@ def product_columns(D: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def pieces(y, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Return a product [BLOCK, D] as pieces of a row [D / PART * BLOCK, PART], of both halves of the channels' pairs one
-    after the other, and in a half all rows of PART channels one after the other.
+    """Return a product [BLOCK, D] as pieces of its rows [D / PART * BLOCK, PART]: first those of the first channels of
+    all pairs, then those of the second ones; in each half all rows of PART channels, then of the next PART.
 
-    With four warps on Hopper a thread holds rows r and r + 8 of a product and two of each eight columns. By the order of
-    rows and columns these become eight neighbouring channels of pieces, which is how 16 bytes of a row are loaded and
-    stored: no value moves to another thread.
+    With four warps on Hopper a thread holds rows r and r + 8 of a product and two of each eight columns. By the order
+    of rows and columns these become eight neighbouring channels of pieces, which is how 16 bytes of a row are loaded
+    and stored: no value moves to another thread.
     """
     PART: tl.constexpr = 32 if D > 32 else D // 2
     y = tl.permute(tl.reshape(y, (BLOCK // 16, 2, 8, D // 2 // PART, PART // 4, 4, 2)), (6, 3, 1, 0, 2, 5, 4))
@@ -72,8 +77,9 @@ def piece_places(BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
 def taps_product(
     at, seen, taps, m, BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INPUTS: tl.constexpr
 ):
-    """Return the pieces of rows_0 / 2 + sum_j rows_j M_j in fp32 of the rows at at[j] that are seen. taps, m: the address
-    and the values of the head's (`head_taps`); where INPUTS is less than D so many channels of them are loaded at a time.
+    """Return the pieces of rows_0 / 2 + sum_j rows_j M_j in fp32 of the rows at at[j] that are seen. taps, m: the
+    address and the values of the head's (`head_taps`); where INPUTS is less than D, INPUTS channels of the taps are
+    loaded at a time.
     """
     k = tl.arange(0, D)[None, :]
     own = tl.load(at[0][:, None] + k, mask=seen[0][:, None], other=0.0)
@@ -102,8 +108,8 @@ def head_taps(taps, head, D: tl.constexpr):
 
 @triton.jit
 def head_and_tiles(runs, HEADS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return head, group, first tile and step of a program: the first HEADS * runs programs have query heads, the others
-    key heads.
+    """Return head, group, first tile and step of a program: the first HEADS * runs programs have query heads, the
+    others key heads.
     """
     of_key = tl.program_id(0) - HEADS * runs
     is_key = of_key >= 0
@@ -143,7 +149,9 @@ def normalised(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HAS_ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the pieces x, from product_of_rows, as queries or keys of length sqrt(D), and 1 / max(|x|, eps) [BLOCK]."""
+    """Return the pieces x, from product_of_rows, as queries or keys of length sqrt(D), and 1 / max(|x|, eps)
+    [BLOCK].
+    """
     PIECES: tl.constexpr = D // channel.shape[1]
     x = with_means(x, at, other, head, 0.5, 0.5 * GROUPS / HEADS, HEADS, GROUPS, D)
     x += tl.load(constant + head * D + channel)
@@ -228,9 +236,9 @@ def cca_prologue_taps_kernel(
     if not backward:
         column = tl.arange(0, 2 * D)
         both = tl.load(grouped_weight + ((head * D + k) * (2 * D))[:, None] + column[None, :]).to(tl.float32)
-        both *= tl.load(depthwise_bias + head * D + column // 2).to(tl.float32)[None, :]
-        bias = tl.load(grouped_bias + head * D + k).to(tl.float32)
-        tl.store(constant + head * D + k, bias + tl.sum(both, axis=1))
+        b0 = tl.load(depthwise_bias + head * D + column // 2).to(tl.float32)
+        b1 = tl.load(grouped_bias + head * D + k).to(tl.float32)
+        tl.store(constant + head * D + k, tl.sum(both * b0[None, :], axis=1) + b1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -263,9 +271,10 @@ def cca_prologue_forward_kernel(
         at_tile, pair, channel = piece_places(BLOCK, D, ROTARY)
         f2 = tile * BLOCK + at_tile
         _, entry, row, _ = place(tl.minimum(f2, total - 1), rows, batch, by_rows, by_batch)
-        base = projected + at_row(row, entry, row_stride, batch_stride) + channel
-        at, other = rows_of_mean(base, head, group, HEADS, GROUPS, D)
-        if tile < tiles:  # always; Triton copies the next tile's rows before a condition at the end of a loop
+        at, other = rows_of_mean(
+            projected + at_row(row, entry, row_stride, batch_stride) + channel, head, group, HEADS, GROUPS, D
+        )
+        if tile < tiles:  # always: see above
             f = tile * BLOCK + tl.arange(0, BLOCK)
             values, exist = late_values(
                 projected, value_halo, starts, f, of_value, total, rows, batch, by_rows, by_batch, row_stride,
@@ -275,7 +284,7 @@ def cca_prologue_forward_kernel(
                 x, at, other, rope, constant, row, entry, pair, channel, rope_row_stride, rope_batch_stride, head,
                 eps, HEADS, GROUPS, D, ROTARY, HAS_ROPE, BLOCK,
             )
-            to = out + f2.to(tl.int64) * out_stride + channel
-            tl.store(to, (z * length).to(query.dtype.element_ty), mask=f2 < total)
+            at = out + f2.to(tl.int64) * out_stride + channel
+            tl.store(at, (z * length).to(query.dtype.element_ty), mask=f2 < total)
             tl.store(inverse_norm + head * total.to(tl.int64) + f, inverse, mask=f < total)
             tl.store(value + (f.to(tl.int64) * (GROUPS * D))[:, None] + of_value[None, :], values, mask=exist)

@@ -80,16 +80,6 @@ def row_before(
 
 
 @triton.jit
-def pair_columns(HALF: tl.constexpr, ROTARY: tl.constexpr):
-    """Return a head's channels in two halves of HALF: i and i + ROTARY / 2 rotate into each other; the channels from
-    ROTARY on follow, half in each.
-    """
-    p = tl.arange(0, HALF)
-    beyond = (p >= ROTARY // 2).to(tl.int32)
-    return p + beyond * (ROTARY // 2), p + ROTARY // 2 + beyond * (HALF - ROTARY // 2)
-
-
-@triton.jit
 def rotation(rope, row, entry, live, rope_row_stride, rope_batch_stride, p, ROTARY: tl.constexpr):
     """Return cos and sin of pairs p; 1 and 0 where a pair does not rotate. Rows lie along one dimension of a tile, p
     along the other.
