@@ -3,7 +3,6 @@
 forward and backward.
 
     python3 benchmarks/cca_prologue.py                        4 sequences of 4096 tokens, ZAYA1's heads
-    python3 benchmarks/cca_prologue.py --beside MODULE --rep 60   in turns with the two functions of other modules
     python3 benchmarks/cca_prologue.py --sweep --rep 60       other tiles and grids of each Triton kernel, and the best
                                                               of each together; a minute
 
@@ -38,8 +37,6 @@ from hip_ops.ops.cca_prologue.triton import HeadLaunch
 
 HEADS, GROUPS, D, ROTARY = 8, 2, 128, 64
 CHANNELS, VALUES = (HEADS + GROUPS) * D, GROUPS * D
-TENSORS = ("query", "key", "value", "inverse_norm", "d_projected", "d_depthwise_weight", "d_depthwise_bias")
-TENSORS += ("d_grouped_weight", "d_grouped_bias", "d_temperature")
 
 
 class Inputs:
@@ -123,8 +120,8 @@ def of_transformers(inputs: Inputs) -> Callable:
 
 
 def kernels(name: str, inputs: Inputs) -> dict[str, Callable]:
-    """Return forward and backward of version `name`, or of the module with this name, without dispatch and autograd."""
-    module = importlib.import_module(name if "." in name else f"hip_ops.ops.cca_prologue.{name}")
+    """Return forward and backward of version `name`, without dispatch and autograd."""
+    module = importlib.import_module(f"hip_ops.ops.cca_prologue.{name}")
     query, key, _, inverse_norm = module.cca_prologue(*inputs.arguments)
     *tensors, groups, delayed = inputs.arguments
     return {
@@ -214,41 +211,6 @@ def measure(batch: int, rows: int, device: torch.device, options) -> dict:
             summary[f"transformers compiled / ours, {direction}"] = round(theirs / mine, 3)
         summary[f"mi300x prediction ms, {direction}"] = round(1e3 * inputs.bytes(direction) / MI300X_BYTES_PER_S, 4)
     return {**found, "summary": summary}
-
-
-def errors(name: str, device: torch.device) -> dict[str, float]:
-    """Return by tensor the length of the error of `name` from fp64, relative to the tensor's length."""
-    inputs = Inputs(2, 1000, device)
-    wide = [t.double() if torch.is_tensor(t) else t for t in inputs.arguments]
-    results = reference.cca_prologue(*wide)
-    upstream = (t.double() for t in inputs.upstream)
-    gradients = reference.cca_prologue_backward(*upstream, *wide[:10], *results[:2], results[3], *wide[10:])
-    found = [got for call in kernels(name, inputs).values() for got in call()]
-    return {
-        what: round(((got - want).norm() / want.norm()).item(), 6)
-        for what, got, want in zip(TENSORS, found, (*results, *gradients), strict=False)
-    }
-
-
-def in_turns(batch: int, rows: int, device: torch.device, options) -> dict:
-    """Return the milliseconds in a graph of the Triton version and of the modules options.beside, measured in turns; the
-    microseconds of their kernels; and their errors.
-    """
-    inputs, found = Inputs(batch, rows, device), {}
-    for name in ("triton", *options.beside):
-        calls = kernels(name, inputs)
-        found[name] = {
-            "replays": {d: graphed(lambda call=call: call) for d, call in calls.items()},
-            "us": kernel_times(lambda calls=calls: [call() for call in calls.values()]),
-            "error": errors(name, device),
-        }
-    for name in 4 * tuple(found):
-        for direction, replay in found[name]["replays"].items():
-            found[name].setdefault(direction, []).append(round(milliseconds(replay, device, options.rep), 4))
-    for name, figures in found.items():
-        del figures["replays"]
-        print(name, figures, file=sys.stderr, flush=True)
-    return found
 
 
 KERNELS = ("forward", "norm", "input", "weight")
@@ -387,19 +349,14 @@ def main() -> None:
     )
     add_options(parser, "cca_prologue")
     parser.add_argument("--no-anchors", action="store_true", help="only hip_ops")
-    parser.add_argument(
-        "--beside", nargs="+", help="modules with other kernels, measured in turns with the Triton version"
-    )
     parser.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="kernels that the sweep measures")
     options = parser.parse_args()
     device = begin(options)
     results = {}
     for shape in options.shapes:
         batch, rows = map(int, shape.split("x"))
-        results[shape] = (in_turns if options.beside else sweep if options.sweep else measure)(
-            batch, rows, device, options
-        )
-        if on_gpu and not options.sweep and not options.beside and "triton" in options.versions:
+        results[shape] = (sweep if options.sweep else measure)(batch, rows, device, options)
+        if on_gpu and not options.sweep and "triton" in options.versions:
             results[shape]["parts"] = parts(batch, rows, device)
             print(results[shape]["parts"], file=sys.stderr, flush=True)
     finish(options, results, (12, 10, 42))

@@ -16,13 +16,14 @@ import hip_ops
 from hip_ops.runtime.choice import missing
 from hip_ops.runtime.launch import WARP_SIZE, run_kernel
 from hip_ops.saved_bytes import router_columns
+from hip_ops.versions import selection
 from zaya_plugin.model.attention import key_scale, rope_table
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.decode_state import DecodeState
 from zaya_plugin.model.experts import as_block
 
-MAX_BATCH = 4  # above, several tokens share an expert, and a grouped product reads it once
-# Rows of a program: about 32 KB of ZAYA1-base's weights, and at least one program a multiprocessor.
+MAX_BATCH = 4  # above, more tokens share an expert, which a grouped product reads once
+# Rows of a program: up to 32 KB of ZAYA1-base's weights, and where there are enough rows a program a multiprocessor.
 ROWS = {"project": 8, "output": 16, "down": 2, "router": 8, "expert_input": 4, "expert_output": 8}
 SPLITS, BLOCK = 65, 128  # parts of a sequence's stored tokens, and tokens that a program of attention reads at a time
 WARPS = 256 // WARP_SIZE
@@ -30,15 +31,19 @@ WARPS = 256 // WARP_SIZE
 
 def refusal(config: ZayaConfig, device: torch.device, batch: int) -> str | None:
     """Return why the kernels do not compute a step of `batch` sequences of a model, or None."""
-    heads, d = config.num_attention_heads, config.kv_channels
+    heads, d, request = config.num_attention_heads, config.kv_channels, selection().of("decode_step").version
+    if request not in ("auto", "triton"):
+        return f"kernels={request}"
+    if request == "auto" and torch.version.hip:
+        return "no AMD GPU has run them: HIP_OPS_KERNELS=triton takes them"
     if batch > MAX_BATCH:
         return f"more than {MAX_BATCH} sequences"
     if config.tensor_model_parallel_size * config.expert_model_parallel_size > 1:
         return "heads and experts lie on several ranks"
     if config.lora_rank is not None or config.normalization != "RMSNorm":
         return "adapters and LayerNorm have no kernels"
-    if heads & (heads - 1) or d & (d - 1) or config.num_query_groups * d % (2 * ROWS["project"]):
-        return f"{heads} heads of {d} channels; both must be powers of two"
+    if heads & (heads - 1) or d & (d - 1) or d < 16 or config.num_query_groups * d % (2 * ROWS["project"]):
+        return f"{heads} heads of {d} channels; both must be powers of two, 16 channels at least"
     if config.hidden_size % 16 or config.moe_ffn_hidden_size % 8 or config.router_hidden_size % ROWS["router"]:
         return "a width is no multiple of the rows of a program"
     return missing("triton", device, named=False)

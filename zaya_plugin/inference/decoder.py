@@ -59,7 +59,7 @@ class Decoder:
         self.device = next(model.parameters()).device
         possible = self.device.type == "cuda" and self.config.params_dtype != torch.float32
         self.graphs, self.routed = (possible if graphs is None else graphs) and not routed, routed
-        self.own_kernels = self.graphs if kernels is None else kernels
+        self.own_kernels = (self.graphs if kernels is None else kernels) and not routed
         self.chosen: list[Tensor] = []  # by the routers, layer after layer and pass after pass, int16 [s, b], host
         self.room = self.longest = 0
         self.states: list[DecodeState] = []
@@ -180,6 +180,7 @@ class Decoder:
                 state.clear()
             return
         self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # graphs hold the addresses of the states
+        self.decode_step: DecodeStep | None = None  # lets go of the old states before there are new ones
         self.states, self.room = [], room_for(tokens)
         self.progress = Progress(torch.zeros(batch, dtype=torch.int64, device=self.device))
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
@@ -187,7 +188,6 @@ class Decoder:
             DecodeState.empty(self.config, batch, self.room, self.progress, self.config.window_of(number))
             for number in range(1, self.config.num_layers + 1)
         ]
-        self.decode_step: DecodeStep | None = None
         if self.own_kernels and refusal(self.config, self.device, batch) is None:
             self.decode_step = DecodeStep(self.model, self.states)
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One token of each of a few sequences through a ZAYA1 layer, in nine kernels that read each weight once.
+"""One token of each of a few sequences through a ZAYA1 layer, in nine kernels that read each weight once for one sequence.
 
 A step waits for memory: a program reads whole rows of a matrix, and the small vectors that all programs need are
 computed again by each, because another launch takes longer. Formulas and roundings are those of the operators'
@@ -8,7 +8,8 @@ of the stored tokens; the programs of the output projection join the parts.
 
 OVERLAP, on NVIDIA from Hopper on: a kernel starts while the one before it ends (programmatic dependent launch). Before
 `wait` a program reads weights, states of earlier steps and, past its own cache, what kernels of this step before the
-previous one have written; it writes nothing.
+previous one have written; it writes nothing. What torch's kernels wrote at the start of the step (positions, angles) is
+complete by then.
 
 Shapes: b sequences, h hidden size, n query heads in g groups, d channels of a head, C = (n + g) d, T places of a cache,
 r router width, E experts of width f. BLOCK is a power of two, at least the row length before it. ROWS: of a program.
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 
 EPSILON = tl.constexpr(2.0**-23)  # of fp32
-FEW = tl.constexpr(-1e30)  # the logarithm of no sum
+NO_SUM = tl.constexpr(-1e30)  # the logarithm of no sum
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
-    """Wait until the kernel before has ended, and let the next one start when all programs have come here."""
+    """Wait until the kernel before has ended, and let the next one start once all programs are at this point."""
     if OVERLAP:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.inline_asm_elementwise(
@@ -41,17 +42,12 @@ def row_tile(matrix, first, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def vector(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load [WIDTH] as fp32 [BLOCK], zeros beyond WIDTH."""
+def vector(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ""):
+    """Load [WIDTH] as fp32 [BLOCK], zeros beyond WIDTH. CACHE=".cg" before `wait` for what this step has written: the
+    first-level cache may hold an older value.
+    """
     column = tl.arange(0, BLOCK)
-    return tl.load(pointer + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def vector_past_cache(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`vector` of numbers that an earlier kernel of this step wrote, before `wait`: no old line may answer."""
-    column = tl.arange(0, BLOCK)
-    return tl.load(pointer + column, mask=column < WIDTH, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return tl.load(pointer + column, mask=column < WIDTH, other=0.0, cache_modifier=CACHE).to(tl.float32)
 
 
 @triton.jit
@@ -185,7 +181,7 @@ def attend_kernel(
     """Let a group's PER query heads of one sequence attend to one of SPLITS parts of its stored tokens, the last of
     which is the newest token alone: the kernel before has written it.
 
-    Writes for each head the logarithm of the sum of exp(score) of the part, fp32 [b, SPLITS, n], FEW without tokens, and
+    Writes for each head the logarithm of the sum of exp(score) of the part, fp32 [b, SPLITS, n], NO_SUM without tokens, and
     the mean of the values with these weights [b, SPLITS, n, d]. ROWS >= PER as tl.dot requires. A ring that was passed
     holds tokens of the window alone. In one stage, or the query would be read before the wait.
     """
@@ -207,7 +203,7 @@ def attend_kernel(
         tl.store(parts, tl.broadcast_to(value[None, :], (ROWS, D)), mask=real[:, None])
     else:
         blocks = tl.cdiv(count, BLOCK)
-        top = tl.full([ROWS], FEW, tl.float32)
+        top = tl.full([ROWS], NO_SUM, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         part = tl.zeros([ROWS, D], tl.float32)
         for block in range(split * blocks // (SPLITS - 1), (split + 1) * blocks // (SPLITS - 1)):
@@ -243,7 +239,7 @@ def output_kernel(
     for row in tl.static_range(BATCH):
         log_sum = log_sums + row * SPLITS * HEADS + head
         part = parts + row * SPLITS * HEADS * D + place
-        top, total = tl.full([HEADS], FEW, tl.float32), tl.zeros([HEADS], tl.float32)
+        top, total = tl.full([HEADS], NO_SUM, tl.float32), tl.zeros([HEADS], tl.float32)
         attended = tl.zeros([HEADS, D], tl.float32)
         for split in tl.static_range(SPLITS):
             top = tl.maximum(top, tl.load(log_sum + split * HEADS))
@@ -326,12 +322,13 @@ def better(biased, column, p, other_biased, other_column, other_p):
 @triton.jit
 def chosen(x, tile, biases, SKIP: tl.constexpr, CLASSES: tl.constexpr, COLUMNS: tl.constexpr):
     """Choose as router_mlp/reference.py: x fp32 [BLOCK] of the router's second layer, tile of `router_matrix`, biases
-    fp32 [CLASSES] -> the class, and its weight, 0 for class SKIP.
+    fp32 [CLASSES] -> the class, and its weight, 0 for class SKIP. Two kernels
+    choose for themselves, so both must have this function's order of operations.
     """
     column = tl.arange(0, COLUMNS)
     known = column < CLASSES
     bias = tl.load(biases + column, mask=known, other=0.0)
-    logits = tl.where(known, times(tile, x).to(tile.dtype).to(tl.float32), FEW)
+    logits = tl.where(known, times(tile, x).to(tile.dtype).to(tl.float32), NO_SUM)
     top, total = tl.reduce((logits, tl.full([COLUMNS], 1.0, tl.float32)), 0, more_terms)
     p = tl.exp(logits - top) / total
     biased = p + bias
@@ -351,7 +348,7 @@ def expert_input_kernel(
     """
     row, first = tl.program_id(1), tl.program_id(0) * ROWS
     tile = router_matrix(w_out, R, CLASSES, COLUMNS, ROUTER_BLOCK)
-    x = vector_past_cache(normed + row * H, H, BLOCK)
+    x = vector(normed + row * H, H, BLOCK, ".cg")
     wait(OVERLAP)
     expert, weight = chosen(vector(routed + row * R, R, ROUTER_BLOCK), tile, biases, SKIP, CLASSES, COLUMNS)
     if expert < EXPERTS:
@@ -376,7 +373,7 @@ def expert_output_kernel(
     row, first = tl.program_id(1), tl.program_id(0) * ROWS
     at = row * H + first + tl.arange(0, ROWS)
     tile = router_matrix(w_out, R, CLASSES, COLUMNS, ROUTER_BLOCK)
-    x = vector_past_cache(routed + row * R, R, ROUTER_BLOCK)
+    x = vector(routed + row * R, R, ROUTER_BLOCK, ".cg")
     expert, weight = chosen(x, tile, biases, SKIP, CLASSES, COLUMNS)
     if expert < EXPERTS:
         rows = row_tile(matrices + expert.to(tl.int64) * (H * F), first, F, ROWS, BLOCK)
