@@ -82,11 +82,12 @@ def test_what_is_shipped_decides_what_is_verified():
 
 
 def test_the_kernels_of_hip_ops_are_known_by_name():
-    """Every Triton kernel has its operator, and every kernel in the shipped library has one."""
+    """Every Triton kernel of training has its operator, and every kernel in the shipped library has one."""
     folder = Path(hip_ops.__file__).parent / "ops"
     kernels = {
         (name, path.parent.name)
         for path in folder.glob("*/*.py")
+        if path.parent.name != "decode_step"
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert len(kernels) > 25 and {operator for _, operator in kernels} == VERSIONS.keys() - {"gradient_addition"}

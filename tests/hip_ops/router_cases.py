@@ -195,9 +195,9 @@ def check_backward(version, case: Router, device="cpu") -> None:
         on_cpu[9],
     )
     moved = (None if t is None else t.to(device) for t in given)
-    got = gradients(version.router_mlp_backward(*moved, *arguments[12:]), case.classes)
+    got = gradients(version.router_mlp_backward(*moved, *arguments[12:], True), case.classes)
     half = case.dtype in (torch.bfloat16, torch.float16)
-    theirs = gradients(reference.router_mlp_backward(*given, *arguments[12:]), case.classes) if half else {}
+    theirs = gradients(reference.router_mlp_backward(*given, *arguments[12:], True), case.classes) if half else {}
     state, _, probabilities, _, leaves = exact(arguments)
     weights = (
         probabilities.gather(-1, routed.ids.unsqueeze(-1)).squeeze(-1).masked_fill(routed.ids == arguments[13], 0.0)

@@ -137,6 +137,7 @@ class RouterOnDevice:
         w_out,
         eps,
         unweighted,
+        trained,
     ):
         (rows, width), classes, dtype = state.shape, len(w_out), state.dtype
         given = dict(

@@ -41,7 +41,7 @@ def backward_arguments(case: Router) -> tuple:
     arguments = case.arguments()
     state, _, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*arguments)
     saved = (state, *arguments[1:3], hidden1, hidden2, logits, ids)
-    return *case.upstream(), *saved, *(arguments[place] for place in (4, 5, 7, 9)), *arguments[12:]
+    return *case.upstream(), *saved, *(arguments[place] for place in (4, 5, 7, 9)), *arguments[12:], True
 
 
 class Operators:
@@ -54,10 +54,10 @@ class Operators:
     @staticmethod
     def router_mlp_backward(d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, *rest):
         routed = Routed(state, None, ids, hidden1, hidden2, logits, None)
-        w_norm, w1, w2, w_out, eps, unweighted = rest
+        w_norm, w1, w2, w_out, eps, unweighted, trained = rest
         parameters = RouterParameters(gamma, None, w_norm, w1, None, w2, None, w_out, None)
         return hip_ops.router_mlp_backward(
-            d_weights, d_state, routed, previous, parameters, eps=eps, unweighted=unweighted
+            d_weights, d_state, routed, previous, parameters, eps=eps, unweighted=unweighted, trained=trained
         )
 
 

@@ -100,7 +100,7 @@ def training_calls(
     previous, first = (empty(tokens, r), empty(r)), (None, None)
     router = (empty(r), empty(r), empty(r, r), empty(r), empty(r, r), empty(r), empty(router_classes, r))
     routed = (empty(tokens, r), empty(tokens, r), empty(tokens, router_columns(router_classes)), ids)
-    matrices = (router[1], router[2], router[4], router[6], 1e-5, sizes.num_experts)
+    matrices = (router[1], router[2], router[4], router[6], 1e-5, sizes.num_experts, True)
     gate_up, fc1, fc2 = (
         empty(tokens, 2 * width),
         in_a_buffer(experts, 2 * width, hidden),

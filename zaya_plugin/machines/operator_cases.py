@@ -125,7 +125,7 @@ def _router(sizes: Sizes, device: torch.device, backward: bool) -> tuple:
         return inputs
     state, weights, ids, hidden1, hidden2, logits, _ = _reference("router_mlp", "router_mlp", *inputs)
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
-    return torch.randn_like(weights), torch.randn_like(state), *saved, 1e-5, c - 1
+    return torch.randn_like(weights), torch.randn_like(state), *saved, 1e-5, c - 1, True
 
 
 def _ids(sizes: Sizes, device: torch.device, skipping: bool) -> Tensor:

@@ -54,19 +54,22 @@ class RouterMLP(torch.autograd.Function):
         if d_weights is None:
             d_weights = torch.zeros(len(state), dtype=hip_ops.wide(state.dtype), device=state.device)
         routed = Routed(state, d_weights, ids, hidden1, hidden2, logits, d_weights)
-        results = hip_ops.router_mlp_backward(
-            d_weights, d_state, routed, previous, RouterParameters(*saved, None), **ctx.options
-        )
         needs_projected, needs_previous, *_ = ctx.needs_input_grad
         needs = ctx.needs_input_grad[-len(RouterParameters._fields) :]
+        results = hip_ops.router_mlp_backward(
+            d_weights, d_state, routed, previous, RouterParameters(*saved, None), **ctx.options, trained=any(needs)
+        )
+        d_projected = results.d_projected if needs_projected else None
+        d_previous = results.d_previous if needs_previous else None
+        if not any(needs):  # frozen, as with adapters
+            return d_projected, d_previous, None, None, None, *[None] * len(needs)
         mine = RouterParameters(*(p if need else None for p, need in zip(ctx.parameters, needs, strict=True)))
         d_b_down, d_gamma, d_norm, d_b1, d_b2, d_w1, d_w2, d_out = add_gradients(
             [mine.b_down, mine.gamma, mine.w_norm, mine.b1, mine.b2, mine.w1, mine.w2, mine.w_out],
             [*results.sums, results.d_w1, results.d_w2, results.d_out],
         )
         gradients = RouterParameters(d_gamma, d_b_down, d_norm, d_w1, d_b1, d_w2, d_b2, d_out, biases=None)
-        d_projected = results.d_projected if needs_projected else None
-        return d_projected, results.d_previous if needs_previous else None, None, None, None, *gradients
+        return d_projected, d_previous, None, None, None, *gradients
 
 
 class InputAndLinear(torch.autograd.Function):

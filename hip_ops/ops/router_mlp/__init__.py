@@ -55,16 +55,16 @@ class Routed(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """The results of `router_mlp_backward`. d_projected and d_previous [n, r], None without gamma. d_w1, d_w2 [r, r],
+    """The results of `router_mlp_backward`. d_projected and d_previous [n, r], None without gamma. With `trained` d_w1, d_w2 [r, r],
     d_out [c, r] and sums [5, r] in fp32: sums are the gradients of b_down, gamma (zeros without it), w_norm, b1 and b2.
     """
 
     d_projected: Tensor
     d_previous: Tensor | None
-    d_w1: Tensor
-    d_w2: Tensor
-    d_out: Tensor
-    sums: Tensor
+    d_w1: Tensor | None
+    d_w2: Tensor | None
+    d_out: Tensor | None
+    sums: Tensor | None
 
 
 def _example(device: torch.device, first: bool = False, replay: bool = True) -> tuple:
@@ -92,7 +92,7 @@ def _backward_example(device: torch.device, first: bool = False, last: bool = Fa
     _, previous, gamma, _, w_norm, w1, _, w2, _, w_out, _, _, eps, unweighted = inputs
     state, weights, ids, hidden1, hidden2, logits, _ = reference.router_mlp(*inputs)
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out)
-    return torch.randn_like(weights), None if last else torch.randn_like(state), *saved, eps, unweighted
+    return torch.randn_like(weights), None if last else torch.randn_like(state), *saved, eps, unweighted, True
 
 
 def _compare(got: list, want: list, tolerance: float) -> str | None:
@@ -230,15 +230,19 @@ def router_mlp_backward(
     *,
     eps: float,
     unweighted: int = -1,
+    trained: bool = True,
 ) -> RouterGradients:
     """Return the gradients, from those of weights, d_weights fp32 [n] (fp64 for fp64), and of state, d_state [n, r] or
     None.
 
     routed: what router_mlp returned, of which state, hidden1, hidden2, logits and ids are read. Of the parameters only
-    gamma, w_norm and the matrices are read. Other arguments and errors as there.
+    gamma, w_norm and the matrices are read. trained=False computes no gradients of parameters: None. Other arguments and
+    errors as there.
     """
     state, _, ids, hidden1, hidden2, logits, _ = routed
     gamma, _, w_norm, w1, _, w2, _, w_out, _ = parameters
     saved = (state, previous, gamma, hidden1, hidden2, logits, ids)
-    d_projected, d_previous, gradients = _backward(d_weights, d_state, *saved, w_norm, w1, w2, w_out, eps, unweighted)
-    return RouterGradients(d_projected, None if gamma is None else d_previous, *_parts(gradients))
+    matrices = (w_norm, w1, w2, w_out)
+    d_projected, d_previous, gradients = _backward(d_weights, d_state, *saved, *matrices, eps, unweighted, trained)
+    of_parameters = _parts(gradients) if trained else [None] * 4
+    return RouterGradients(d_projected, None if gamma is None else d_previous, *of_parameters)

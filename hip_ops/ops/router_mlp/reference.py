@@ -86,11 +86,12 @@ def router_mlp_backward(
     w_out: Tensor,
     eps: float,
     unweighted: int,
+    trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for the gradients d_weights [n] and d_state [n, r] (None: no gradient of state):
 
     d_projected [n, r], d_previous [n, r] (empty without gamma) and the parameters' gradients fp32 [2 r + c + 5, r], not
-    rounded: those of w1, w2, w_out and SUM_NAMES, of which gamma's is zero without it.
+    rounded: those of w1, w2, w_out and SUM_NAMES, of which gamma's is zero without it; empty without `trained`.
     """
     dtype, compute = state.dtype, wide(state.dtype)
     probabilities = torch.softmax(logits[:, : len(w_out)], dim=-1, dtype=compute)
@@ -111,6 +112,8 @@ def router_mlp_backward(
     d_previous, d_gamma = state.new_empty(0), d_wide.new_zeros(d_wide.shape[1])
     if gamma is not None:
         d_previous, d_gamma = cast(d_wide * gamma, dtype), (d_wide * previous).sum(0)
+    if not trained:
+        return cast(d_wide, dtype), d_previous, d_wide.new_empty(0)
     pairs = ((d_hidden1, normed), (d_hidden2, _gelu(hidden1)), (d_logits, _gelu(hidden2)))
     products = (cast(a, compute).t() @ cast(b, compute) for a, b in pairs)
     sums = (d_wide.sum(0), d_gamma, *(of_rows.sum(0, dtype=compute) for of_rows in (along, d_hidden1, d_hidden2)))

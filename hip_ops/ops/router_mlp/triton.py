@@ -65,7 +65,7 @@ def router_mlp(
 def router_mlp_backward(
     d_weights: Tensor, d_state: Tensor | None, state: Tensor, previous: Tensor | None, gamma: Tensor | None,
     hidden1: Tensor, hidden2: Tensor, logits: Tensor, ids: Tensor, w_norm: Tensor, w1: Tensor, w2: Tensor,
-    w_out: Tensor, eps: float, unweighted: int,
+    w_out: Tensor, eps: float, unweighted: int, trained: bool,
 ) -> tuple[Tensor, ...]:
     """As reference.router_mlp_backward."""
     d_weights, d_state, state, previous, gamma, hidden1, hidden2, logits, ids, w_norm, w1, w2, w_out = contiguous(
@@ -85,6 +85,8 @@ def router_mlp_backward(
         w1, w2, w_out, d_projected, d_previous, sums, d_hidden[0], inputs[0], d_hidden[1], inputs[1], d_logits, active2,
         rows, eps, unweighted, HAS_PREVIOUS=gamma is not None, HAS_D_STATE=d_state is not None, **constants, **keywords,
     )
+    if not trained:
+        return d_projected, d_previous, sums.new_empty(0)
     tiles = 2 * width * width // parameters_launch(width, warp_size=WARP_SIZE).columns
     grid, keywords = plan(parameters_launch, ("BLOCK", "TILE", "num_stages"), (rows, tiles), width)
     slabs = torch.empty((grid[0], 2 * width + classes + len(SUM_NAMES), width), dtype=torch.float32, device=device)

@@ -173,25 +173,34 @@ def test_an_adapter_of_another_form_is_refused(tmp_path, base, field, value):
 
 def test_frozen_products_have_no_weight_gradient(base, monkeypatch):
     """Operations of forward and backward, counted: those of all weights, less one product a matrix, and three of each
-    matrix of the adapters. torch does not count the experts' products: their calls are counted.
+    matrix of the adapters. torch does not count the products of experts and of the router behind its down projection:
+    their calls are counted, and whether the router's parameters are trained.
     """
-    calls, outer = [], hip_ops.grouped_outer_
+    calls, outer, trains, backward = [], hip_ops.grouped_outer_, set(), hip_ops.router_mlp_backward
     monkeypatch.setattr(
         hip_ops, "grouped_outer_", lambda out, *rest: calls.append(tuple(out.shape)) or outer(out, *rest)
     )
 
+    monkeypatch.setattr(
+        hip_ops, "router_mlp_backward", lambda *a, **words: trains.add(words["trained"]) or backward(*a, **words)
+    )
+
     def operations(model):
         calls.clear()
+        trains.clear()
         with FlopCounterMode(display=False) as counted:
             logits(model).sum().backward()
         return counted.get_total_flops()
 
     frozen, trained = adapted(base, replace(LORA, lora_targets=["attention"])), zaya_from_hf(base, **CPU).train()
     added = sum(p.numel() for p in frozen.parameters() if p.requires_grad)
-    matrices = {n: p.numel() for n, p in trained.named_parameters() if p.dim() == 2 and "linear_fc" not in n}
+    uncounted = ("linear_fc", "router.fc", "router.out_proj")
+    counted = (n for n, p in trained.named_parameters() if p.dim() == 2 and not any(part in n for part in uncounted))
+    matrices = {name: trained.get_parameter(name).numel() for name in counted}
     expected = operations(trained) - 2 * IDS.numel() * (sum(matrices.values()) - 3 * added)
     assert sorted({*calls}) == [(12, 16, 8), (12, 16, 16)] and len(calls) == 4
-    assert operations(frozen) == expected and calls == []
+    assert trains == {True}
+    assert operations(frozen) == expected and calls == [] and trains == {False}
     operations(adapted(base, replace(LORA, lora_targets=["experts"])))
     assert sorted({*calls}) == [(12, 4, 8), (12, 4, 16), (12, 16, 4)] and len(calls) == 8
 
