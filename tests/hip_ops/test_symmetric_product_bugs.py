@@ -20,7 +20,7 @@ BUGS = {
         "if (slab + 1 < slabs) get",
     ),
     "rows of the MFMA result as if lanes 32-63 held rows 16-31": (EPILOGUE, "lane / 32 * 4;", "lane / 32 * 16;"),
-    "k permuted in one operand alone": (TILE, "b[e] = f.b[j][4 * q + e]", "b[e] = f.b[j][4 * (1 - q) + e]"),
+    "k permuted in one operand alone": (TILE, "ho::half_of(f.b[j], q)", "ho::half_of(f.b[j], 1 - q)"),
     "the mask of the last slab one chunk too far": (
         TILE,
         "value[e] = column < k ? value[e] : 0;",
