@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from hip_ops import use_kernels
 from hip_ops.runtime.code_objects import described
 from tests.gfx942.triton_objects import compiled_kernel
 from tests.hip_ops.compiled_for_hopper import programs
@@ -61,7 +62,7 @@ folder, dtype, steps, lengths = Path(sys.argv[1]), getattr(torch, sys.argv[2]), 
 fields = eval(f"dict({sys.argv[5]})")
 decoder.ROOM = decode_step.BLOCK = 16
 decode_step.SPLITS = 3
-publish_small(folder, model=replace(SMALL, num_layers=3, **fields))
+publish_small(folder, model=replace(SMALL, num_layers=3, kv_channels=16, **fields))
 tensors = load_file(folder / "model.safetensors")
 for name, tensor in tensors.items():
     if fields and name.endswith("balancing_biases"):
@@ -128,6 +129,7 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
     with torch.no_grad():
         step(torch.zeros(1, batch, 2048), model.rotary_pos_emb.of_positions(progress.positions.unsqueeze(0)))
     assert len(calls) == 18
+    choices = []
     for kernel, (_, *arguments), words in calls[9:]:
         del words["device"]
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | words
@@ -136,6 +138,8 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
         types = {name: described(value) for name, value in values.items() if name not in fixed}
         signature, wide = {name: kind for name, (kind, _) in types.items()}, [n for n in types if "D" in types[n][1]]
         compiled = compiled_kernel(kernel, target, signature, fixed, wide, **options)
+        if kernel.fn.__name__.startswith("expert"):
+            choices.append(first_reductions(compiled.asm["ttgir"]))
         if target[0] == "cuda":
             resident, stack = programs(compiled, tmp_path)
             assert "griddepcontrol.wait" in compiled.asm["ptx"]
@@ -143,3 +147,30 @@ def test_the_kernels_compile_without_spills(tmp_path, monkeypatch, target, batch
         else:
             found = dict(re.findall(r"\.(\w+_spill_count|private_segment_fixed_size): +(\d+)", compiled.asm["amdgcn"]))
             assert found["private_segment_fixed_size"] == found["vgpr_spill_count"] == "0", (kernel.__name__, found)
+    assert len(choices[0]) == 3 and choices[0] == choices[1]  # both kernels of the experts choose one class
+
+
+def first_reductions(text: str) -> list[str]:
+    """Return the types of the first three reductions of a Triton module: a product, a sum and a choice, with layouts."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    types = re.findall(r"\}\) : (\(tensor.*)$", text, re.MULTILINE)[:3]
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), found) for found in types]
+
+
+@pytest.mark.parametrize(
+    ("asked", "hip", "batch", "said"),
+    [
+        ("auto", None, 1, None),
+        ("triton", "7.2", 4, None),
+        ("auto", "7.2", 1, "no AMD GPU has run them"),
+        ("reference", None, 1, "kernels=reference"),
+        ("auto", None, 5, "more than 4 sequences"),
+    ],
+)
+def test_who_gets_the_kernels(monkeypatch, asked, hip, batch, said):
+    config = ZayaConfig(**BASE.config_fields(), params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(decode_step, "missing", lambda *_, **__: None)
+    with use_kernels(asked):
+        found = decode_step.refusal(config, torch.device("cuda"), batch)
+    assert found is None if said is None else found.startswith(said)

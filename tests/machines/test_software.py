@@ -191,6 +191,7 @@ def bad() -> bytes:
         ("router_mlp_backward_kernel", {"cluster.kernel_overrides.router_mlp": "compiled"}),
         ("symmetric_product_kernel", {"cluster.kernel_overrides.newton_schulz": "reference"}),
         ("kernel_of_another_package", {}),
+        ("expert_input_kernel", {}),  # of a decoding step
     ],
 )
 def test_a_hazard_in_triton_s_caches_is_wrong_and_names_the_override(scanned, kernel, override):

@@ -72,7 +72,7 @@ class DecodeStep:
         wide = functools.partial(buffer, dtype=torch.float32)
         stream = wide if config.residual_in_fp32 else buffer
         # A merge reads one stream and writes the other; the affine of the embedding is a merge into zeros.
-        self.streams, self.zeros, self.no_scale = (stream(h), stream(h)), stream(h), buffer(h)[0]
+        self.streams, self.zeros = (stream(h), stream(h)), stream(h)
         self.normed, self.output, self.projected = buffer(h), buffer(h), buffer((n + 2 * g) * d)
         self.query, self.log_sums, self.parts = buffer(n, d), wide(SPLITS, n), buffer(SPLITS, n, d)
         # Of the router: its input, both layers, and the states of two layers, one read while the other is written.
@@ -87,7 +87,7 @@ class DecodeStep:
         temperatures = torch.stack([layer.self_attention.temperature for layer in layers])
         scales, affine = key_scale(temperatures, self.config.temperature_form), layers[0].input_affine
         output, stream = embedding, self.zeros
-        vectors = affine.bias, affine.scale, self.no_scale, self.no_scale
+        vectors = affine.bias, affine.scale, self.zeros[0], self.zeros[0]
         for layer, state, scale in zip(layers, self.states, scales, strict=True):
             rope = rope_table(angles, layer.self_attention.own_rotary_base)
             self._layer(layer, state, output, stream, vectors, scale, rope)

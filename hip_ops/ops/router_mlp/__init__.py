@@ -55,8 +55,9 @@ class Routed(NamedTuple):
 
 
 class RouterGradients(NamedTuple):
-    """The results of `router_mlp_backward`. d_projected and d_previous [n, r], None without gamma. With `trained` d_w1, d_w2 [r, r],
-    d_out [c, r] and sums [5, r] in fp32: sums are the gradients of b_down, gamma (zeros without it), w_norm, b1 and b2.
+    """The results of `router_mlp_backward`: d_projected and d_previous [n, r], the latter None without gamma. In fp32,
+    None with trained=False: d_w1, d_w2 [r, r], d_out [c, r] and sums [5, r], the gradients of b_down, gamma (zeros
+    without it), w_norm, b1 and b2.
     """
 
     d_projected: Tensor
