@@ -25,7 +25,7 @@ import tomllib
 from hip_ops.runtime.build import kernel_sources
 from tests.gfx942.emulator.code_object import KernelInfo, open_code_object
 from tests.gfx942.emulator.decode import function_lines
-from tests.gfx942.toolchain import WITHOUT_KERNELS, shipped_object
+from tests.gfx942.toolchain import ARCH, WITHOUT_KERNELS, shipped_object
 
 TABLE = Path(__file__).with_name("budgets.toml")
 REGISTERS_A_LANE = 512  # of a SIMD, VGPRs and AGPRs together; given out in steps of 8
@@ -100,7 +100,7 @@ def violations(found: Resources, row: dict, present: Counter) -> list[str]:
     return broken + [f"{name} is missing" for name in row["requires"] if not present[name]]
 
 
-def kernels_of(source: Path, target: str = "gfx942") -> dict[str, tuple[Resources, Counter]]:
+def kernels_of(source: Path, target: str = ARCH) -> dict[str, tuple[Resources, Counter]]:
     """Every kernel of a .hip file, as it ships."""
     path = shipped_object(source, target)
     return {name: (resources(path, name), opcodes(path, name)) for name in sorted(open_code_object(path).kernels)}

@@ -92,9 +92,12 @@ def test_check_fails_where_bytes_differ(tmp_path, monkeypatch, capsys):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_new_build_in_another_folder_has_the_same_bytes(tmp_path, target):
-    """All of the library, host code included. gfx950's is skipped without the package of its compiler."""
+    """All of the library, host code included, and the Triton objects. gfx950's is skipped without the package of its
+    compiler.
+    """
     root, output = tmp_path / "another" / "folder", tmp_path / "output"
     shutil.copytree(PACKAGE, root / "hip_ops", ignore=shutil.ignore_patterns("*.py", "shipped"))
     output.mkdir()
     ship.build(output, root, target)
+    ship.triton_objects.build(output, target)
     assert differences(output, shipped_folder(target)) == []
