@@ -37,7 +37,7 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.runtime.main_grad import dense_product_
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 BF16 = torch.bfloat16
@@ -142,20 +142,24 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
     tokens, classes = len(i.hidden), len(i.weight)
     chunk = options.chunk or chunk_for(tokens, classes, 2)
     x, w, y, mask = i.hidden.detach()[:chunk], i.weight.detach(), i.labels[:chunk], i.mask[:chunk]
-    buffer, d_hidden = x.new_empty(chunk, classes), torch.empty_like(x)
-    torch.mm(x, w.t(), out=buffer)
+    buffer, d_hidden, product = (
+        x.new_empty(chunk, classes),
+        torch.empty_like(x),
+        torch.empty_like(x, dtype=torch.float32),
+    )
+    dense_product_(buffer, x, w.t())
     number = parts_for(buffer)
     normalizer, _ = reference.combined(row_statistics(buffer, y, 0, number))
     exponential_parts = parts_of_exponentials(classes)
     statistics = overwrite_with_exponentials(buffer, y, 0, exponential_parts)
     factors = torch.rand(chunk, 1, device=device)
     promised = {
-        "logits": lambda: torch.mm(x, w.t(), out=buffer),
+        "logits": lambda: dense_product_(buffer, x, w.t()),
         "exponentials": lambda: overwrite_with_exponentials(buffer, y, 0, exponential_parts),
         "finish": lambda: finish_gradient(buffer, y, 0, statistics, 0, exponential_parts, mask, 0.0),
-        "gradient of hidden": lambda: scaled_product(buffer, w, factors, d_hidden),
+        "gradient of hidden": lambda: torch.mul(dense_product_(product, buffer, w), factors, out=d_hidden),
         "scaled hidden": lambda: torch.mul(x, factors, out=d_hidden),
-        "main gradient +=": lambda: add_product_(i.main_grad, buffer, x),
+        "main gradient +=": lambda: dense_product_(i.main_grad, buffer.t(), x, accumulate=True),
     }
     recomputed = {
         "statistics": lambda: row_statistics(buffer, y, 0, number),
@@ -165,7 +169,7 @@ def parts(i: Inputs, device: torch.device, options) -> dict:
     found, moved = {}, {"statistics": buffer.nbytes, "gradient": 2 * buffer.nbytes, "exponentials": 2 * buffer.nbytes}
     for name, call in (promised | recomputed).items():
         if name == "gradient of hidden":  # operands as in training: the previous kernels have run on their own output
-            torch.mm(x, w.t(), out=buffer)
+            dense_product_(buffer, x, w.t())
             finish_gradient(
                 buffer,
                 y,

@@ -35,6 +35,7 @@ VERSIONS = {
     "expert_permutation": ("hip", "triton", "compiled"),
     "weighted_swiglu": ("hip", "triton", "compiled"),
     "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
+    "dense_product": ("quack",),
     "newton_schulz": ("hip", "quack", "triton"),
     "muon": ("hip", "triton"),
     "linear_cross_entropy": ("hip", "triton", "compiled"),
@@ -47,6 +48,7 @@ NO_FP32 = {
     "cca_prologue": ("hip",),
     "router_mlp": ("triton",),
     "grouped_product": ("quack", "triton", "grouped_mm", "aiter"),
+    "dense_product": ("quack",),
     "newton_schulz": ("hip", "quack", "triton"),
 }
 # Versions that this project has run on no device. Of hip_ops' operators only a request by name takes them (core

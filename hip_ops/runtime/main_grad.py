@@ -108,16 +108,26 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
 def add_in_place(total: Tensor, part: Tensor) -> None:
     """Add part [...] to total [...]; to an fp32 one by the operator `add_gradient_`."""
     if total.dtype == torch.float32:
-        _addition()(total, part)
+        _operator("add_gradient_")(total, part)
     else:
         total.add_(part)
 
 
+def dense_product_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool = False) -> Tensor:
+    """Compute out = a b, or out += a b with `accumulate`, summed in fp32, by the operator `dense_product_`.
+
+    Args: out [m, n], fp32 or a's dtype; a [m, k] and b [k, n] of one dtype, contiguous or transposed. Return out.
+    Raises ValueError on wrong shapes, dtypes or devices.
+    """
+    _operator("dense_product_")(out, a, b, accumulate)
+    return out
+
+
 @functools.cache
-def _addition() -> Operator:
-    """Return the operator; imported at the first use, because operators are built on this folder."""
+def _operator(name: str) -> Operator:
+    """Return an operator; imported at the first use, because operators are built on this folder."""
     all_operators()
-    return OPERATORS["add_gradient_"]
+    return OPERATORS[name]
 
 
 class MainGradLinear(torch.autograd.Function):
@@ -196,17 +206,6 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     for piece, columns in zip(total.split(rows), a.split(rows, dim=1), strict=True):
         add_in_place(piece, columns.t() @ b)
     return total
-
-
-def scaled_product(a: Tensor, b: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-    """Compute out = factors * (a b), rounded once where the device multiplies into fp32. a [T, m], b [m, n] and out [T,
-    n] of one dtype, factors [T, 1].
-    """
-    if a.is_cuda and a.dtype != torch.float32 and fp32_product(a.device, a.dtype):
-        return torch.mul(torch.ops.aten.mm.dtype(a, b, torch.float32), factors, out=out)
-    if a.dtype == torch.bfloat16 and not a.is_cuda:
-        return torch.mul(a.float() @ b.float(), factors, out=out)
-    return torch.mm(a, b, out=out).mul_(factors)
 
 
 @functools.cache

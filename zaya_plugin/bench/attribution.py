@@ -37,7 +37,7 @@ OPERATOR_NAMES = (
     (re.compile(r"hip_ops(::|_)cca_prologue"), "prologue"),
     (re.compile(r"hip_ops(::|_)router_mlp"), "router"),
     (re.compile(r"hip_ops(::|_)(sort_by_expert|\w*gather_rows|weighted_swiglu|grouped_)"), "experts"),
-    (re.compile(r"hip_ops(::|_)(row_statistics|overwrite_with_|finish_gradient)"), "head"),
+    (re.compile(r"hip_ops(::|_)(dense_product_|row_statistics|overwrite_with_|finish_gradient)"), "head"),
     (re.compile(r"hip_ops(::|_)(muon_|newton_schulz)"), "optimizer"),
 )
 # Names of kernels whose launch lies in no known range.

@@ -195,7 +195,7 @@ class Decoder:
             except Exception as error:  # any of Triton and its compilers
                 self.decode_step, self.own_kernels = None, False
                 text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
-                logger.warning(text, type(error).__name__, str(error).partition("\n")[0])
+                logger.warning(text, type(error).__name__, str(error).strip().rpartition("\n")[2])
             for state in self.states:
                 state.clear()
 

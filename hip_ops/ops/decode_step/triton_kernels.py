@@ -20,6 +20,7 @@ import triton.language as tl
 
 EPSILON = tl.constexpr(2.0**-23)  # of fp32
 NO_SUM = tl.constexpr(-1e30)  # the logarithm of no sum
+ALL_CACHES = tl.constexpr("")  # Triton 3.6 takes no bare string as the default of a function called by a kernel
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 
 
@@ -42,7 +43,7 @@ def row_tile(matrix, first, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def vector(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ""):
+def vector(pointer, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr = ALL_CACHES):
     """Load [WIDTH] as fp32 [BLOCK], zeros beyond WIDTH. CACHE=".cg" before `wait` for what this step has written: the
     first-level cache may hold an older value.
     """

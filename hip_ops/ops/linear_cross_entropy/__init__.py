@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear head and its cross-entropy in chunks of tokens: the logits of all tokens never exist at once.
 
-A chunk's logits are in one buffer and are overwritten with their gradient, between three matrix products of torch.
+A chunk's logits are in one buffer and are overwritten with their gradient, between three matrix products
+(hip_ops/ops/dense_product).
 Gradients are exact: nothing is filtered, and weight gradients are summed in fp32 (`main_grad.way_of_adding`).
 
 With a promise (promised_grad: the gradient that the losses will get; in training the loss mask) the forward pass makes
@@ -32,7 +33,7 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     row_statistics,
 )
 from hip_ops.runtime.launch import wide
-from hip_ops.runtime.main_grad import add_product_, scaled_product
+from hip_ops.runtime.main_grad import dense_product_
 from hip_ops.runtime.operator import Declaration
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
@@ -76,7 +77,7 @@ class _Head:
         return hidden.new_empty(min(self.chunk, len(hidden)), len(self.weight))
 
     def logits(self, hidden: Tensor, rows: slice, buffer: Tensor) -> Tensor:
-        return torch.mm(hidden[rows], self.weight.t(), out=buffer[: rows.stop - rows.start])
+        return dense_product_(buffer[: rows.stop - rows.start], hidden[rows], self.weight.t())
 
     def statistics(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return normalizer and label's logit over all ranks, with one exchange."""
@@ -121,12 +122,13 @@ class _Gradients:
         """
         x = hidden[rows]
         if self.hidden is not None and factors is None:
-            torch.mm(d_logits, head.weight, out=self.hidden[rows])
+            dense_product_(self.hidden[rows], d_logits, head.weight)
         elif self.hidden is not None:
-            scaled_product(d_logits, head.weight, factors, self.hidden[rows])
+            product = dense_product_(torch.empty_like(x, dtype=wide(x.dtype)), d_logits, head.weight)
+            torch.mul(product, factors, out=self.hidden[rows])
         if self.weight is not None:
             x = x if factors is None else torch.mul(x, factors, out=torch.empty_like(x))
-            add_product_(self.weight, d_logits, x)
+            dense_product_(self.weight, d_logits.t(), x, accumulate=True)
 
 
 def _empty_gradients(ctx, hidden: Tensor, weight: Tensor, main_grad: Tensor | None) -> _Gradients:
