@@ -97,7 +97,9 @@ def test_the_kernels_of_hip_ops_are_known_by_name():
     assert {(name, step_sources.source_of(name)) for name, _ in kernels} == kernels
     library = (folder.parent / "shipped" / "gfx942" / "libhip_ops.so").read_bytes()
     names = {name.decode() for name in re.findall(rb"ho_\w+(?=\.kd\0)", library)}
-    assert len(names) > 100 and {step_sources.source_of(name) for name in names} == VERSIONS.keys() - TRITON_ONLY - {"dense_product"}
+    assert len(names) > 100 and {step_sources.source_of(name) for name in names} == VERSIONS.keys() - TRITON_ONLY - {
+        "dense_product"
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,13 @@ Triton compiles a kernel again for each combination of dtypes, constants, None, 
 16. What it would compile on an H200 and an MI300X is recorded without compiling.
 """
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
+import hip_ops
 from hip_ops.runtime.model_sizes import ModelSizes, set_model_sizes
 from hip_ops.runtime.operator import OPERATORS, all_operators
 from tests.hip_ops.training_calls import ZAYA1_74B, Sizes, training_calls
@@ -71,3 +75,20 @@ def test_a_number_of_rows_that_needs_another_kernel_is_seen(kernels):
     (rows, maps, _, probs), *_ = training_calls(statistics_parts=4)["gather_rows"]
     odd = kernels(gather._function_of("triton"), [(rows[:150], maps[:150], maps[:150], probs[:150])])
     assert len(odd) == 1 and odd.isdisjoint(kernels(gather._function_of("triton"), examples(gather)))
+
+
+def test_functions_of_kernels_have_no_defaults_that_triton_3_6_refuses():
+    """A bare string is no default there of a function that a kernel calls; `tl.constexpr("")` is."""
+    functions = [
+        function
+        for path in Path(hip_ops.__file__).parent.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and "triton.jit" in " ".join(map(ast.unparse, function.decorator_list))
+    ]
+    assert len(functions) > 60
+    assert not [
+        (function.name, ast.unparse(default))
+        for function in functions
+        for default in (*function.args.defaults, *filter(None, function.args.kw_defaults))
+        if isinstance(default, ast.Constant)
+    ]

@@ -161,6 +161,16 @@ def _grouped_outer(sizes: Sizes, device: torch.device) -> tuple:
     return out, *rows, _offsets(sizes, device, True), True
 
 
+def _dense_product(sizes: Sizes, device: torch.device, added: bool) -> tuple:
+    """The logits of a chunk, or `added`: the weight's gradient, from a gradient of the logits."""
+    hidden = _normal(device, sizes.chunk, sizes.hidden)
+    if added:
+        total = _normal(device, sizes.classes, sizes.hidden, dtype=FP32)
+        return total, _normal(device, sizes.chunk, sizes.classes).t(), hidden, True
+    logits = torch.empty(sizes.chunk, sizes.classes, dtype=BF16, device=device)
+    return logits, hidden, _normal(device, sizes.classes, sizes.hidden).t(), False
+
+
 def _newton_schulz(sizes: Sizes, device: torch.device) -> tuple:
     """Halves of the experts' first matrices; fp16 inside, as experiment=zaya1_base."""
     triples = coefficient_triples("simple", 5)
@@ -211,6 +221,10 @@ def _addition(sizes: Sizes, device: torch.device) -> tuple:
     return _normal(device, *shape, dtype=FP32), _normal(device, *shape)
 
 
+def _head_flops(sizes: Sizes) -> float:
+    return 2.0 * sizes.chunk * sizes.hidden * sizes.classes
+
+
 def _expert_flops(sizes: Sizes) -> float:
     return 4.0 * sizes.tokens * sizes.hidden * sizes.ffn
 
@@ -241,6 +255,8 @@ CASES = {
     "weighted_swiglu_backward": Case(partial(_swiglu, backward=True)),
     "grouped_rows": Case(_grouped_rows, flops=_expert_flops),
     "grouped_outer_": Case(_grouped_outer, flops=_expert_flops),
+    "dense_product_": Case(partial(_dense_product, added=False), flops=_head_flops),
+    "dense_product_, added": Case(partial(_dense_product, added=True), flops=_head_flops, operator="dense_product_"),
     "newton_schulz": Case(
         _newton_schulz,
         flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden),

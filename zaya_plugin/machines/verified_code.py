@@ -54,8 +54,8 @@ def running_versions(setting: Setting) -> tuple[str, dict[str, str]]:
     """Return the AMD target and the version of each operator that gets a call first: on the first device where it is
     AMD's, and otherwise what `auto` takes on a gfx942. An operator without a version has none."""
     if not setting.on_rocm:
-        auto = {folder: next(name for name in names if name in ("hip", "triton")) for folder, names in VERSIONS.items()}
-        return DEFAULT_TARGET, auto
+        auto = {folder: [name for name in names if name in ("hip", "triton")] for folder, names in VERSIONS.items()}
+        return DEFAULT_TARGET, {folder: names[0] for folder, names in auto.items() if names}
     device, versions = torch.device("cuda", 0), {}
     for one in operator.all_operators():
         with contextlib.suppress(ValueError):  # the check `kernels` says why

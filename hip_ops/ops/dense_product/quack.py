@@ -13,7 +13,7 @@ from hip_ops.runtime.quack_tiles import Tile
 ALIGNMENT = 16  # bytes; of addresses and strides, which TMA requires
 # The fastest of nine on an H200 for chunks of 2,048 tokens (docs/log.md): of logits, of sums in fp32, and of results
 # that have too few tiles of the first kind for all multiprocessors.
-STORED, ADDED, FEW = Tile(256, 192, False, 2, 1), Tile(192, 128, True, 1, 2), Tile(128, 256, False, 2, 1)
+STORED, ADDED, FEW = Tile(256, 192, False, 2, 1), Tile(192, 128, True, 1, 2), Tile(256, 128, False, 1, 2)
 PROCESSORS = 132  # multiprocessors of an H100 or H200
 
 
