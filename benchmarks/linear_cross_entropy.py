@@ -29,6 +29,7 @@ from torch import Tensor
 
 import hip_ops
 from hip_ops import use_kernels
+from hip_ops.ops.dense_product import dense_product_
 from hip_ops.ops.linear_cross_entropy import reference
 from hip_ops.ops.linear_cross_entropy.passes import (
     finish_gradient,
@@ -37,7 +38,6 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     parts_for,
     row_statistics,
 )
-from hip_ops.runtime.main_grad import dense_product_
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
 BF16 = torch.bfloat16

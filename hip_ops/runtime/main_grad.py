@@ -108,26 +108,16 @@ def add_gradients(weights: Sequence[Tensor | None], gradients: Sequence[Tensor])
 def add_in_place(total: Tensor, part: Tensor) -> None:
     """Add part [...] to total [...]; to an fp32 one by the operator `add_gradient_`."""
     if total.dtype == torch.float32:
-        _operator("add_gradient_")(total, part)
+        _addition()(total, part)
     else:
         total.add_(part)
 
 
-def dense_product_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool = False) -> Tensor:
-    """Compute out = a b, or out += a b with `accumulate`, summed in fp32, by the operator `dense_product_`.
-
-    Args: out [m, n], fp32 or a's dtype; a [m, k] and b [k, n] of one dtype, contiguous or transposed. Return out.
-    Raises ValueError on wrong shapes, dtypes or devices.
-    """
-    _operator("dense_product_")(out, a, b, accumulate)
-    return out
-
-
 @functools.cache
-def _operator(name: str) -> Operator:
-    """Return an operator; imported at the first use, because operators are built on this folder."""
+def _addition() -> Operator:
+    """Return the operator; imported at the first use, because operators are built on this folder."""
     all_operators()
-    return OPERATORS[name]
+    return OPERATORS["add_gradient_"]
 
 
 class MainGradLinear(torch.autograd.Function):

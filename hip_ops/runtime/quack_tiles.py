@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Availability and tiles of quack's GEMMs on Hopper (package quack-kernels, a requirement of FlashAttention-4)."""
+"""Availability, tiles and call of quack's GEMM on Hopper (package quack-kernels, a requirement of FlashAttention-4)."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hip_ops.runtime.launch import architecture
+
+GEMM_MODULE = "quack.gemm"  # imported at first use
+MAX_PLANS = 4096  # some kilobytes each
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,14 @@ def available(device: torch.device) -> str | None:
     if device.type != "cuda" or architecture(device) != "sm_90":
         return "quack's tiles are Hopper's (sm_90)"
     return None
+
+
+def gemm() -> Callable:
+    """Return quack's function, and clear its plans above MAX_PLANS: it keeps one per number of rows, which changes in
+    every call under expert parallelism.
+    """
+    module = importlib.import_module(GEMM_MODULE)
+    plans = getattr(module, "_gemm_plan_cache", ())
+    if len(plans) > MAX_PLANS:
+        plans.clear()
+    return module.gemm

@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from hip_ops import use_kernels
-from hip_ops.ops.dense_product import quack
-from hip_ops.runtime.main_grad import dense_product_, fp32_product
+from hip_ops.ops.dense_product import dense_product_, quack
+from hip_ops.runtime.main_grad import fp32_product
 from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.dense_cases import CASES, Dense, check
 
 DEVICE = torch.device("cuda")
-LARGE = [
-    Dense(2048, 2048, 65_568, torch.bfloat16, by_columns=True),
-    Dense(2048, 65_568, 2048, torch.float32),
-    Dense(65_568, 2048, 2048, torch.float32, accumulate=True, by_columns=True),
+LARGE = [  # a chunk's logits, its gradient of hidden and of the weight, for an eighth of the vocabulary
+    Dense(2048, 2048, 32_784, torch.bfloat16, "b"),
+    Dense(2048, 32_784, 2048, torch.float32),
+    Dense(32_784, 2048, 2048, torch.float32, "a", accumulate=True),
 ]
 
 

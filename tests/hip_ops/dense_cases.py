@@ -7,23 +7,23 @@ import torch
 
 
 class Dense(NamedTuple):
-    """out [rows, columns] = a [rows, depth] b. by_columns: both operands lie in memory by columns."""
+    """out [rows, columns] = a [rows, depth] b. by_columns: which of a and b lie in memory by columns."""
 
     rows: int
     depth: int
     columns: int
     out: torch.dtype
+    by_columns: str = ""
     accumulate: bool = False
-    by_columns: bool = False
 
 
 CASES = [
-    Dense(72, 40, 264, torch.bfloat16),
-    Dense(72, 40, 264, torch.bfloat16, by_columns=True),
-    Dense(136, 520, 72, torch.float32),
-    Dense(136, 520, 72, torch.float32, by_columns=True),
-    Dense(264, 72, 136, torch.float32, accumulate=True),
-    Dense(264, 72, 136, torch.float32, accumulate=True, by_columns=True),
+    Dense(72, 40, 264, torch.bfloat16, "b"),
+    Dense(264, 520, 136, torch.float32),
+    Dense(264, 520, 136, torch.bfloat16),
+    Dense(264, 72, 392, torch.float32, "a", accumulate=True),
+    Dense(136, 72, 40, torch.float32, "ab"),
+    Dense(136, 72, 40, torch.float32, accumulate=True),
 ]
 
 
@@ -31,12 +31,12 @@ def check(function, case: Dense, device: str) -> None:
     """Compare function(out, a, b, accumulate) with fp64: one rounding to `out`, and sums in fp32."""
     generator = torch.Generator(device).manual_seed(case.rows + case.depth)
 
-    def operand(rows: int, columns: int) -> torch.Tensor:
-        shape = (columns, rows) if case.by_columns else (rows, columns)
+    def operand(name: str, rows: int, columns: int) -> torch.Tensor:
+        shape = (columns, rows) if name in case.by_columns else (rows, columns)
         matrix = torch.randn(shape, generator=generator, device=device).bfloat16()
-        return matrix.t() if case.by_columns else matrix
+        return matrix.t() if name in case.by_columns else matrix
 
-    a, b = operand(case.rows, case.depth), operand(case.depth, case.columns)
+    a, b = operand("a", case.rows, case.depth), operand("b", case.depth, case.columns)
     out = torch.randn(case.rows, case.columns, generator=generator, device=device).to(case.out)
     want = a.double() @ b.double() + (out.double() if case.accumulate else 0)
     terms = a.double().abs() @ b.double().abs() + 1

@@ -3,16 +3,15 @@
 tests/gpu/test_dense_product.py runs the kernel itself.
 """
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hip_ops.ops.dense_product import quack
+import hip_ops
+from hip_ops.ops import dense_product
+from hip_ops.ops.dense_product import dense_product_, quack
 from hip_ops.runtime import main_grad
-from hip_ops.runtime.main_grad import dense_product_
-from hip_ops.runtime.operator import OPERATORS, all_operators
 from tests.hip_ops.dense_cases import CASES, check
 from tests.hip_ops.fake_gpu import CPU
 
@@ -30,10 +29,9 @@ def calls(monkeypatch):
         d.copy_(d + product if add_to_output else product)
         seen.append(tile)
 
-    module = SimpleNamespace(gemm=gemm)
-    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm=module))
-    monkeypatch.setitem(sys.modules, "quack.gemm", module)
-    return SimpleNamespace(seen=seen, module=module)
+    found = SimpleNamespace(seen=seen, gemm=gemm)
+    monkeypatch.setattr(quack, "gemm", lambda: found.gemm)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -56,6 +54,7 @@ def test_what_quack_takes():
     a, b, out = torch.randn(40, 16).bfloat16(), torch.randn(16, 24).bfloat16(), torch.randn(40, 24)
     assert quack.fits(out, a, b, True) and quack.fits(out.bfloat16(), a, b, False)
     assert quack.fits(out, torch.randn(16, 40).bfloat16().t(), b, True)
+    assert not quack.fits(torch.randn(24, 40).t(), a, b, True)  # another way of storing, which nothing compares
     assert not quack.fits(out.bfloat16(), a, b, True)  # the sum would be rounded at every call
     assert not quack.fits(out, a.float(), b.float(), True)
     assert not quack.fits(out, torch.randn(40, 32).bfloat16()[:, ::2], b, True)  # contiguous in no direction
@@ -63,23 +62,40 @@ def test_what_quack_takes():
     assert not quack.fits(out[:39], a[:39], b, True) and not quack.fits(out[:0], a[:0], b, True)
 
 
-def test_tiles_of_a_chunk():
-    """2,048 tokens: logits, the gradient of hidden, which has 88 tiles of the first kind for 132 processors, and the
-    weight's.
-    """
-    assert quack.tile(2048, 262_272, False) == quack.STORED
-    assert quack.tile(2048, 2048, False) == quack.FEW
-    assert quack.tile(262_272, 2048, True) == quack.ADDED
+def test_chunks_that_are_faster_with_it():
+    """Up to 2,048 tokens, which are the rows of the logits and of the gradient of hidden, and the depth of the weight's."""
+    vocabulary = torch.empty(2056, 16, dtype=torch.bfloat16)
+    for tokens in (2048, 2056):
+        hidden, d_logits = torch.empty(tokens, 16), torch.empty(tokens, 2056)
+        calls = [
+            (d_logits.bfloat16(), hidden.bfloat16(), vocabulary.t(), False),
+            (hidden, d_logits.bfloat16(), vocabulary, False),
+            (vocabulary.float(), d_logits.bfloat16().t(), hidden.bfloat16(), True),
+        ]
+        assert all(quack.fits(*call) for call in calls)
+        assert [quack.faster(*call) for call in calls] == 3 * [tokens == 2048]
+        assert [quack.tile(*call[2:]) for call in calls] == [quack.LOGITS, quack.HIDDEN, quack.WEIGHT]
+
+
+def test_the_head_compiles_whole():
+    hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(48, 16, requires_grad=True)
+    labels, mask = torch.randint(48, (40,)), torch.ones(40)
+
+    def loss(hidden, weight):
+        return hip_ops.linear_cross_entropy(hidden, weight, labels, promised_grad=mask)
+
+    want, found = loss(hidden, weight), torch.compile(loss, backend="eager", fullgraph=True)(hidden, weight)
+    torch.testing.assert_close(found, want)
 
 
 def test_its_products_are_compared_before_they_are_used(calls):
-    all_operators()
-    operator = OPERATORS["dense_product_"]
+    operator = dense_product._product
     assert operator._check("quack", CPU) == "passed"
-    assert [*map(quack.Tile.words, (quack.STORED, quack.FEW, quack.ADDED))] == calls.seen
-    right = calls.module.gemm
+    tiles = (quack.LOGITS, quack.HIDDEN, quack.HIDDEN, quack.WEIGHT)
+    assert [tile.words() for tile in tiles] == calls.seen
+    right = calls.gemm
     for wrong in ({"add_to_output": False}, {"add_to_output": True}):
-        calls.module.gemm = lambda *operands, wrong=wrong, **words: right(*operands, **words | wrong)
+        calls.gemm = lambda *operands, wrong=wrong, **words: right(*operands, **words | wrong)
         assert ", element" in operator._check("quack", CPU), wrong
-    calls.module.gemm = lambda a, b, d, *others, **words: right(a, torch.zeros_like(b), d, *others, **words)
+    calls.gemm = lambda a, b, d, *others, **words: right(a, torch.zeros_like(b), d, *others, **words)
     assert ", element" in operator._check("quack", CPU)

@@ -34,7 +34,7 @@ def calls(monkeypatch):
                 d[expert] = (d[expert] + product if add_to_output else product).to(d.dtype)
         seen.append(tile)
 
-    monkeypatch.setattr(quack, "_gemm", lambda: gemm)
+    monkeypatch.setattr(quack, "gemm", lambda: gemm)
     return seen
 
 
@@ -88,7 +88,7 @@ def test_why_it_is_not_available(monkeypatch):
 def test_its_products_are_compared_before_they_are_used(calls, monkeypatch):
     rows, outer = grouped_product._rows, grouped_product._outer
     assert rows._check("quack", CPU) == outer._check("quack", CPU) == "passed" and len(calls) == 5
-    right = quack._gemm()
+    right = quack.gemm()
 
     def forgets_to_add(*operands, **words):
         right(*operands, **words | {"add_to_output": False} if "cu_seqlens_k" in words else words)
@@ -100,16 +100,16 @@ def test_its_products_are_compared_before_they_are_used(calls, monkeypatch):
         right(a, b if "cu_seqlens_k" in words or b.stride(2) == 1 else torch.zeros_like(b), *operands, **words)
 
     for operator, wrong in ((outer, forgets_to_add), (outer, always_adds), (rows, takes_one_layout)):
-        monkeypatch.setattr(quack, "_gemm", lambda wrong=wrong: wrong)
+        monkeypatch.setattr(quack, "gemm", lambda wrong=wrong: wrong)
         assert ", element" in operator._check("quack", CPU), wrong
-    monkeypatch.setattr(quack, "_gemm", lambda: lambda a, b, d: None)
+    monkeypatch.setattr(quack, "gemm", lambda: lambda a, b, d: None)
     assert rows._check("quack", CPU).startswith("TypeError") and outer._check("quack", CPU).startswith("TypeError")
 
 
 def test_plans_do_not_pile_up(monkeypatch):
-    plans = dict.fromkeys(range(quack.MAX_PLANS))
+    plans = dict.fromkeys(range(quack_tiles.MAX_PLANS))
     module = SimpleNamespace(_gemm_plan_cache=plans, gemm="gemm")
-    monkeypatch.setattr(quack.importlib, "import_module", lambda name: module)
-    assert quack._gemm() == "gemm" and len(plans) == quack.MAX_PLANS
+    monkeypatch.setattr(quack_tiles.importlib, "import_module", lambda name: module)
+    assert quack_tiles.gemm() == "gemm" and len(plans) == quack_tiles.MAX_PLANS
     plans["one more"] = None
-    assert quack._gemm() == "gemm" and not plans
+    assert quack_tiles.gemm() == "gemm" and not plans

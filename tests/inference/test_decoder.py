@@ -151,3 +151,13 @@ def test_kernels_or_a_capture_that_fail_are_warnings(decoder, monkeypatch, caplo
     first, warning = caplog.messages
     assert first.startswith("decoding: the kernels of a step fail, so its layers are those of training: RuntimeError")
     assert len(captures) == 1 and warning.endswith("one by one: operation not permitted when stream is capturing")
+
+    class CompilationError(Exception):
+        """Triton's, by name."""
+
+    def quotes_its_source(self, room):
+        raise CompilationError("at 22:14:\n    x = f(y)\n        ^\nAttributeError()\n")
+
+    monkeypatch.setattr(Decoder, "_step", quotes_its_source)
+    Decoder(decoder.model, graphs=True).begin(prompts(5), 8)
+    assert caplog.messages[-1].endswith("of training: CompilationError: AttributeError()")

@@ -469,6 +469,6 @@ def test_what_a_cpu_run_does_not_use_is_reported(monkeypatch):
     recipe = demo("nproc=4", "optim=adamw", "cluster.kernels=hip")
     ranks, kernels = surroundings.unused(recipe, rank_plan.make_plan(recipe, {}))
     assert ranks == "zaya: 4 ranks share the 2 cores of this machine; nproc=2 is the most without"
-    assert "g++ build" in kernels and "router_mlp, grouped_product, newton_schulz, muon" in kernels
+    assert "g++ build" in kernels and "router_mlp, grouped_product, dense_product, newton_schulz, muon" in kernels
     recipe = demo("nproc=2")
     assert surroundings.unused(recipe, rank_plan.make_plan(recipe, {})) == []

@@ -40,7 +40,7 @@ OPERATOR_NAMES = (
     (re.compile(r"hip_ops(::|_)(dense_product_|row_statistics|overwrite_with_|finish_gradient)"), "head"),
     (re.compile(r"hip_ops(::|_)(muon_|newton_schulz)"), "optimizer"),
 )
-# Names of kernels whose launch lies in no known range.
+# Names of kernels whose launch lies in no known range. quack's are the head's too, which its range tells apart.
 KERNEL_NAMES = (
     (re.compile(r"cca_prologue|convol", re.IGNORECASE), "prologue"),
     (re.compile(r"rms_?norm|layer_?norm", re.IGNORECASE), "norms"),

@@ -195,7 +195,9 @@ class Decoder:
             except Exception as error:  # any of Triton and its compilers
                 self.decode_step, self.own_kernels = None, False
                 text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
-                logger.warning(text, type(error).__name__, str(error).strip().rpartition("\n")[2])
+                kind, lines = type(error).__name__, str(error).strip().split("\n")
+                # Triton quotes its source first.
+                logger.warning(text, kind, lines[-1 if kind == "CompilationError" else 0])
             for state in self.states:
                 state.clear()
 

@@ -161,14 +161,15 @@ def _grouped_outer(sizes: Sizes, device: torch.device) -> tuple:
     return out, *rows, _offsets(sizes, device, True), True
 
 
-def _dense_product(sizes: Sizes, device: torch.device, added: bool) -> tuple:
-    """The logits of a chunk, or `added`: the weight's gradient, from a gradient of the logits."""
-    hidden = _normal(device, sizes.chunk, sizes.hidden)
-    if added:
-        total = _normal(device, sizes.classes, sizes.hidden, dtype=FP32)
-        return total, _normal(device, sizes.chunk, sizes.classes).t(), hidden, True
-    logits = torch.empty(sizes.chunk, sizes.classes, dtype=BF16, device=device)
-    return logits, hidden, _normal(device, sizes.classes, sizes.hidden).t(), False
+def _dense_product(sizes: Sizes, device: torch.device, of: str) -> tuple:
+    """A chunk's logits, or from a gradient of the logits that of hidden or of the weight."""
+    hidden, weight = _normal(device, sizes.chunk, sizes.hidden), _normal(device, sizes.classes, sizes.hidden)
+    logits = _normal(device, sizes.chunk, sizes.classes)
+    return {
+        "logits": (logits, hidden, weight.t(), False),
+        "hidden": (hidden.float(), logits, weight, False),
+        "weight": (weight.float(), logits.t(), hidden, True),
+    }[of]
 
 
 def _newton_schulz(sizes: Sizes, device: torch.device) -> tuple:
@@ -255,8 +256,10 @@ CASES = {
     "weighted_swiglu_backward": Case(partial(_swiglu, backward=True)),
     "grouped_rows": Case(_grouped_rows, flops=_expert_flops),
     "grouped_outer_": Case(_grouped_outer, flops=_expert_flops),
-    "dense_product_": Case(partial(_dense_product, added=False), flops=_head_flops),
-    "dense_product_, added": Case(partial(_dense_product, added=True), flops=_head_flops, operator="dense_product_"),
+    **{
+        f"dense_product_, {of}": Case(partial(_dense_product, of=of), flops=_head_flops, operator="dense_product_")
+        for of in ("logits", "hidden", "weight")
+    },
     "newton_schulz": Case(
         _newton_schulz,
         flops=lambda sizes: sizes.matrices * newton_schulz_flops(sizes.hidden, sizes.hidden),

@@ -37,7 +37,7 @@ FASTER = 1.1  # an override is proposed for a version that is faster than auto's
 # Least share of the speed of that copy or product. About half of the speed of Triton on an H100 or H200
 # (docs/kernels.md); operators of a few microseconds have none.
 SHARES = {"rms_norm": 0.4, "cca_prologue": 0.15, "weighted_swiglu": 0.4, "muon": 0.4, "grouped_product": 0.35}
-SHARES |= {"newton_schulz": 0.25, "linear_cross_entropy": 0.35}
+SHARES |= {"dense_product": 0.4, "newton_schulz": 0.25, "linear_cross_entropy": 0.35}
 
 
 def operators(setting: Setting, folder: str, sizes: Sizes | None = None) -> Outcome:

@@ -3,46 +3,44 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.quack_tiles import Tile
+from hip_ops.runtime.quack_tiles import Tile, gemm
 
 ALIGNMENT = 16  # bytes; of addresses and strides, which TMA requires
-# The fastest of nine on an H200 for chunks of 2,048 tokens (docs/log.md): of logits, of sums in fp32, and of results
-# that have too few tiles of the first kind for all multiprocessors.
-STORED, ADDED, FEW = Tile(256, 192, False, 2, 1), Tile(192, 128, True, 1, 2), Tile(256, 128, False, 1, 2)
-PROCESSORS = 132  # multiprocessors of an H100 or H200
+# The fastest of nine on an H200 for a chunk of 2,048 tokens: of logits, of the gradient of hidden and of the weight's.
+# Larger chunks are slower than with the library, others were not measured (docs/log.md).
+LOGITS, HIDDEN, WEIGHT = Tile(256, 192, False, 2, 1), Tile(256, 128, False, 1, 2), Tile(192, 128, True, 1, 2)
+MAX_TOKENS = 2048
 
 
 def fits(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> bool:
     """Return whether quack takes the operands: bf16, added only to fp32, and aligned."""
     if a.dtype != torch.bfloat16 or (accumulate and out.dtype != torch.float32):
         return False
-    return all(map(_aligned, (out, a, b)))
+    return out.stride(1) == 1 and all(map(_aligned, (out, a, b)))
+
+
+def faster(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> bool:
+    """Return whether quack is also faster than the library."""
+    return a.shape[1 if accumulate else 0] <= MAX_TOKENS and fits(out, a, b, accumulate)
 
 
 def _aligned(matrix: Tensor) -> bool:
-    """Return whether the matrix is contiguous in rows or columns, with addresses that are multiples of ALIGNMENT."""
+    """Return whether the matrix is contiguous in rows or columns, and address, strides and sizes are aligned."""
     along, across = sorted(matrix.stride())
-    sizes = (across, *matrix.shape)
-    return (
-        along == 1
-        and not any(extent * matrix.itemsize % ALIGNMENT or not extent for extent in sizes)
-        and (matrix.data_ptr() % ALIGNMENT == 0)
-    )
+    places = (matrix.data_ptr(), *(size * matrix.itemsize for size in (across, *matrix.shape)))
+    return along == 1 and matrix.numel() > 0 and not any(place % ALIGNMENT for place in places)
 
 
-def tile(rows: int, columns: int, accumulate: bool) -> Tile:
-    """Return the tile of a result [rows, columns]."""
+def tile(b: Tensor, accumulate: bool) -> Tile:
+    """Return the tile: of logits where b lies by columns, the transposed vocabulary."""
     if accumulate:
-        return ADDED
-    return STORED if -(-rows // STORED.m) * -(-columns // STORED.n) >= PROCESSORS else FEW
+        return WEIGHT
+    return LOGITS if b.stride(0) == 1 else HIDDEN
 
 
 def dense_product_(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """As reference.dense_product_."""
-    gemm = importlib.import_module("quack.gemm").gemm
-    gemm(a, b.mT, out, None, None, add_to_output=accumulate, **tile(*out.shape, accumulate).words())
+    gemm()(a, b.mT, out, None, None, add_to_output=accumulate, **tile(b, accumulate).words())

@@ -10,30 +10,25 @@ and another tile gives other bits.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hip_ops.runtime.quack_tiles import Tile
+from hip_ops.runtime.quack_tiles import Tile, gemm
 
-GEMM_MODULE = "quack.gemm"  # the module, imported at first use
-MAX_PLANS = 4096  # some kilobytes each
 TILE = Tile(192, 128, True, 1, 2)
 
 
 def grouped_rows(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """As reference.grouped_rows, but padding rows are not written."""
     out = x.new_empty(x.shape[0], matrices.shape[2])
-    _gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **TILE.words())
+    gemm()(x, matrices.mT, out, None, None, cu_seqlens_m=borders(offsets), **TILE.words())
     return out
 
 
 def grouped_outer_(out: Tensor, a: Tensor, b: Tensor, offsets: Tensor, accumulate: bool) -> None:
     """As reference.grouped_outer_."""
-    _gemm()(a.mT, b.mT, out, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words())
+    gemm()(a.mT, b.mT, out, None, None, cu_seqlens_k=borders(offsets), add_to_output=accumulate, **TILE.words())
 
 
 def borders(offsets: Tensor) -> Tensor:
@@ -51,14 +46,3 @@ def borders(offsets: Tensor) -> Tensor:
     if kept is None or kept[0] != state:
         offsets.borders_of_groups = kept = (state, F.pad(offsets, (1, 0)))
     return kept[1]
-
-
-def _gemm() -> Callable:
-    """Return quack's function, and clear its plans above MAX_PLANS: it keeps one per number of rows, which changes in
-    every call under expert parallelism.
-    """
-    module = importlib.import_module(GEMM_MODULE)
-    plans = getattr(module, "_gemm_plan_cache", ())
-    if len(plans) > MAX_PLANS:
-        plans.clear()
-    return module.gemm

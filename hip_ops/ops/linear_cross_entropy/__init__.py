@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hip_ops.ops.dense_product import dense_product_
 from hip_ops.ops.linear_cross_entropy import reference
 from hip_ops.ops.linear_cross_entropy.passes import (
     finish_gradient,
@@ -33,7 +34,7 @@ from hip_ops.ops.linear_cross_entropy.passes import (
     row_statistics,
 )
 from hip_ops.runtime.launch import wide
-from hip_ops.runtime.main_grad import dense_product_
+from hip_ops.runtime.main_grad import way_of_adding
 from hip_ops.runtime.operator import Declaration
 from hip_ops.saved_bytes import chunk_for, parts_of_exponentials
 
@@ -124,11 +125,19 @@ class _Gradients:
         if self.hidden is not None and factors is None:
             dense_product_(self.hidden[rows], d_logits, head.weight)
         elif self.hidden is not None:
-            product = dense_product_(torch.empty_like(x, dtype=wide(x.dtype)), d_logits, head.weight)
-            torch.mul(product, factors, out=self.hidden[rows])
+            self._scaled_product(self.hidden[rows], d_logits, head.weight, factors)
         if self.weight is not None:
             x = x if factors is None else torch.mul(x, factors, out=torch.empty_like(x))
             dense_product_(self.weight, d_logits.t(), x, accumulate=True)
+
+    @staticmethod
+    def _scaled_product(out: Tensor, d_logits: Tensor, weight: Tensor, factors: Tensor) -> None:
+        """Compute out = factors * (d_logits weight), rounded once where the device multiplies into fp32."""
+        product = torch.empty_like(out, dtype=wide(out.dtype))
+        if way_of_adding(product, d_logits) == "rounded":
+            dense_product_(out, d_logits, weight).mul_(factors)
+        else:
+            torch.mul(dense_product_(product, d_logits, weight), factors, out=out)
 
 
 def _empty_gradients(ctx, hidden: Tensor, weight: Tensor, main_grad: Tensor | None) -> _Gradients:
