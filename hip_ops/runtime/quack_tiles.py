@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hip_ops.runtime.launch import architecture
 
 GEMM_MODULE = "quack.gemm"  # imported at first use
 MAX_PLANS = 4096  # some kilobytes each
+ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ def available(device: torch.device) -> str | None:
     if device.type != "cuda" or architecture(device) != "sm_90":
         return "quack's tiles are Hopper's (sm_90)"
     return None
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Return whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
+    ALIGNMENT.
+    """
+    for tensor in tensors:
+        along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
+        steps = [stride for stride in tensor.stride() if stride != 1]
+        sizes = (*tensor.shape[-2:],) if tensor.dim() == 3 else tensor.shape[-1:]
+        if len(along) != 1 or along[0] == 0 or not len(tensor) or not all(step > 0 for step in steps):
+            return False
+        if any(extent * tensor.itemsize % ALIGNMENT for extent in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
+            return False
+    return True
 
 
 def gemm() -> Callable:

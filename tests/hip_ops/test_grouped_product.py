@@ -17,7 +17,7 @@ from benchmarks.research.tuning_tables import SHARED_MEMORY, shared_memory, writ
 from hip_ops import use_kernels
 from hip_ops.ops import grouped_product
 from hip_ops.ops.grouped_product import configs, grouped_mm, quack, reference
-from hip_ops.runtime import self_check
+from hip_ops.runtime import quack_tiles, self_check
 from hip_ops.runtime.operator import warm_up
 from tests.hip_ops.fake_gpu import CPU, GPU, FakeGpu
 from tests.hip_ops.grouped_cases import Grouped, check_outer, check_rows
@@ -280,7 +280,7 @@ def test_what_the_copy_engine_takes(tensor, taken):
     half = tensor
     if tensor.storage_offset() == 0:
         half = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bfloat16)
-    assert grouped_product._aligned(half) == taken
+    assert quack_tiles.aligned(half) == taken
 
 
 def test_the_loop_on_an_accelerator_is_announced_once(monkeypatch, caplog):

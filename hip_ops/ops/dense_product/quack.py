@@ -6,32 +6,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.quack_tiles import Tile, gemm
+from hip_ops.runtime.quack_tiles import Tile, aligned, gemm
 
-ALIGNMENT = 16  # bytes; of addresses and strides, which TMA requires
+MULTIPLE = 8  # of all sizes; tails of single numbers were not run
 # The fastest of nine on an H200 for a chunk of 2,048 tokens: of logits, of the gradient of hidden and of the weight's.
-# Larger chunks are slower than with the library, others were not measured (docs/log.md).
+# Chunks of 4,096 and 8,192 tokens are slower than with the library (docs/log.md).
 LOGITS, HIDDEN, WEIGHT = Tile(256, 192, False, 2, 1), Tile(256, 128, False, 1, 2), Tile(192, 128, True, 1, 2)
 MAX_TOKENS = 2048
 
 
 def fits(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> bool:
-    """Return whether quack takes the operands: bf16, added only to fp32, and aligned."""
+    """Return whether quack takes the operands: bf16, added only to fp32, and aligned, a and b by rows or by columns."""
     if a.dtype != torch.bfloat16 or (accumulate and out.dtype != torch.float32):
         return False
-    return out.stride(1) == 1 and all(map(_aligned, (out, a, b)))
+    if any(size % MULTIPLE or not size for size in (*a.shape, b.shape[1])):
+        return False
+    return aligned(out) and all(aligned(matrix) or aligned(matrix.t()) for matrix in (a, b))
 
 
 def faster(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> bool:
     """Return whether quack is also faster than the library."""
     return a.shape[1 if accumulate else 0] <= MAX_TOKENS and fits(out, a, b, accumulate)
-
-
-def _aligned(matrix: Tensor) -> bool:
-    """Return whether the matrix is contiguous in rows or columns, and address, strides and sizes are aligned."""
-    along, across = sorted(matrix.stride())
-    places = (matrix.data_ptr(), *(size * matrix.itemsize for size in (across, *matrix.shape)))
-    return along == 1 and matrix.numel() > 0 and not any(place % ALIGNMENT for place in places)
 
 
 def tile(b: Tensor, accumulate: bool) -> Tile:

@@ -22,31 +22,15 @@ from hip_ops.ops.grouped_product import aiter, grouped_mm, reference
 from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.model_sizes import model_sizes
 from hip_ops.runtime.operator import Operator
-from hip_ops.runtime.quack_tiles import available
+from hip_ops.runtime.quack_tiles import aligned, available
 from hip_ops.runtime.self_check import worst
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes; alignment of addresses and strides that TMA requires
 AVAILABLE = {
     "quack": available,
     "grouped_mm": grouped_mm.available,
     "aiter": functools.partial(runtime_aiter.available, first=aiter.FIRST_RELEASE),
 }
-
-
-def _aligned(*tensors: Tensor) -> bool:
-    """Return whether there are rows, contiguous (blocks [E, m, n]: rows or columns), with all strides multiples of
-    ALIGNMENT.
-    """
-    for tensor in tensors:
-        along = [place for place, stride in enumerate(tensor.stride()) if stride == 1]
-        steps = [stride for stride in tensor.stride() if stride != 1]
-        sizes = (*tensor.shape[-2:],) if tensor.dim() == 3 else tensor.shape[-1:]
-        if len(along) != 1 or along[0] == 0 or not len(tensor) or not all(step > 0 for step in steps):
-            return False
-        if any(extent * tensor.itemsize % ALIGNMENT for extent in (*steps, *sizes)) or tensor.data_ptr() % ALIGNMENT:
-            return False
-    return True
 
 
 def _offsets(device: torch.device, factor: int = 1) -> Tensor:
@@ -140,11 +124,9 @@ _rows = Operator(
     written=lambda got: got[0][: int(got[1][2][-1])],
     available=AVAILABLE,
     fits={
-        "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and _aligned(x, matrices),
+        "quack": lambda x, matrices, offsets: x.dtype == torch.bfloat16 and aligned(x, matrices),
         "triton": lambda x, matrices, offsets: x.dtype in HALF_TYPES,
-        "grouped_mm": lambda x, matrices, offsets: (
-            x.dtype in grouped_mm.DTYPES[x.device.type] and _aligned(x, matrices)
-        ),
+        "grouped_mm": lambda x, matrices, offsets: x.dtype in grouped_mm.DTYPES[x.device.type] and aligned(x, matrices),
         "aiter": aiter.fits_rows,
     },
 )
@@ -168,9 +150,9 @@ _outer = Operator(
     tolerances={"grouped_mm": 2.0**-7},  # it rounds products to bf16
     available=AVAILABLE,
     fits={
-        "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and _aligned(out, a, b),
+        "quack": lambda out, a, b, *_: a.dtype == torch.bfloat16 and out.stride(2) == 1 and aligned(out, a, b),
         "triton": lambda out, a, *_: a.dtype in HALF_TYPES and out.stride(2) == 1,
-        "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and _aligned(a, b),
+        "grouped_mm": lambda out, a, b, *_: a.dtype in grouped_mm.DTYPES[a.device.type] and aligned(a, b),
         "aiter": aiter.fits_outer,
     },
 )
