@@ -11,7 +11,9 @@ TEST_WORKERS ?= 2
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Python of the accelerator tests: an environment with your build of torch and megatron-core, not .venv.
+# Most of their time the device waits for compilers, so that several files share it.
 GPU_PYTHON ?= python3
+GPU_WORKERS ?= 4
 
 CORE16_TESTS := tests/model tests/parity tests/optim tests/parallel tests/patches
 
@@ -50,7 +52,7 @@ demo: setup ## Prepare a corpus from the Python standard library, train a small 
 	@$(BIN)/zaya runs plot $(RUN_DIR)
 
 # With more threads, which spin while they wait, two test processes take three times as long.
-check test test-all test-core16: export OMP_NUM_THREADS ?= 1
+check test test-all test-core16 test-gpu: export OMP_NUM_THREADS ?= 1
 
 check: setup ## Run the core of the tests (2 minutes)
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CHECK_TESTS) $(PYTEST_ARGS)
@@ -68,7 +70,7 @@ test-core16: setup ## Run the tests of the model, parity, optimizers, parallelis
 	PYTHONPATH=.core16 $(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu" $(CORE16_TESTS) $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an accelerator, with GPU_PYTHON (default: python3); on a new machine `zaya verify` first (docs/mi300x.md)
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest -n $(GPU_WORKERS) --dist loadfile --no-loadscope-reorder -m gpu --durations=20 --durations-min=1 $(PYTEST_ARGS)
 
 lab: setup ## Break small supervised runs in 34 ways and check that they recover (25 minutes; 13 faults need root): FAULT=name, HOUR=60 or SOAK=30
 	$(BIN)/python -m tests.lab $(if $(FAULT),--fault $(FAULT)) $(if $(HOUR),--hour $(HOUR)) $(if $(SOAK),--soak $(SOAK)) $(LAB_ARGS)

@@ -49,7 +49,7 @@ def test_symmetric_product(chosen, dtype, batch, n, k):
         assert case.worst_ulps(got) <= ROUNDED_ONCE
 
 
-@pytest.mark.parametrize("tile", TILE_SIDES)
+@pytest.mark.parametrize("tile", TILE_SIDES["gfx942"])
 def test_every_tile_of_the_hip_products(tile):
     """Built by nvcc on NVIDIA, so small sizes: tiles past the end, one tile on the diagonal and one below it."""
     case = cuda(symmetric_case(2, tile + 72, 168, "bf16"))

@@ -14,6 +14,7 @@ from hip_ops.runtime.build import CSRC
 from hip_ops.runtime.compilers import find_compiler
 from hip_ops.runtime.launchers import load, target_of
 from hip_ops.runtime.operator import all_operators, warm_up
+from hip_ops.runtime.quack_tiles import available
 from tests.hip_ops.cpu_kernels import KERNELS, source_files
 
 GPU = torch.device("cuda", 0)
@@ -143,6 +144,8 @@ def test_every_operator_passes_its_self_check(name):
 
 def test_auto_takes_no_reference_where_there_is_another_version():
     for operator in filter(lambda each: each.versions, all_operators()):
+        if set(operator.versions) == {"quack"} and available(GPU) is not None:
+            continue  # its only version is in a package that is not installed
         assert not operator.choice(GPU).startswith("reference"), operator.choice(GPU)
         assert "failed its self-check" not in operator.choice(GPU)
 
