@@ -56,7 +56,7 @@ class DecodeStep:
 
     Args:
         model: one that `refusal` does not refuse.
-        states: of its layers, for b sequences.
+        states: of its layers, or of the first ones, which alone are computed; for b sequences.
     """
 
     def __init__(self, model: nn.Module, states: Sequence[DecodeState]):
@@ -88,7 +88,7 @@ class DecodeStep:
         scales, affine = key_scale(temperatures, self.config.temperature_form), layers[0].input_affine
         output, stream = embedding, self.zeros
         vectors = affine.bias, affine.scale, self.zeros[0], self.zeros[0]
-        for layer, state, scale in zip(layers, self.states, scales, strict=True):
+        for layer, state, scale in zip(layers, self.states, scales, strict=False):
             rope = rope_table(angles, layer.self_attention.own_rotary_base)
             self._layer(layer, state, output, stream, vectors, scale, rope)
             self.router_states.reverse()

@@ -25,6 +25,9 @@ from zaya_plugin.model.gpt_model import embedded
 
 logger = logging.getLogger(__name__)
 ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
+# How many layers and steps are compared before the first token, behind a prompt longer than a block of keys.
+CHECKED_LAYERS, CHECKED_STEPS, CHECKED_PROMPT = 4, 5, 130
+FAR = 0.1  # of the logits' norm, at most, in the median of the checked tokens: bf16 has about 0.01, a wrong kernel 1
 
 
 @contextmanager
@@ -152,7 +155,7 @@ class Decoder:
         hidden = embedded(model.embedding, tokens, marks_main_grad=False)
         angles = model.rotary_pos_emb.of_positions(positions)
         with self.choices_kept():
-            for layer, state in zip(model.decoder.layers, states, strict=True):
+            for layer, state in zip(model.decoder.layers, states, strict=False):
                 hidden, context = layer(
                     hidden_states=hidden,
                     attention_mask=None,
@@ -189,17 +192,46 @@ class Decoder:
             for number in range(1, self.config.num_layers + 1)
         ]
         if self.own_kernels and refusal(self.config, self.device, batch) is None:
-            self.decode_step = DecodeStep(self.model, self.states)
+            all_states, self.states = self.states, self.states[:CHECKED_LAYERS]
             try:
-                self._step(self.room)  # compiles all kernels before one of them changes a state that counts
+                self._check_kernels()
+                self.decode_step = DecodeStep(self.model, all_states)
             except Exception as error:  # any of Triton and its compilers
                 self.decode_step, self.own_kernels = None, False
                 text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
                 kind, lines = type(error).__name__, str(error).strip().split("\n")
                 # Triton quotes its source first.
                 logger.warning(text, kind, lines[-1 if kind == "CompilationError" else 0])
+            self.states = all_states
             for state in self.states:
                 state.clear()
+
+    def _check_kernels(self) -> None:
+        """Compute a prompt and a few steps with the layers of `states`, the steps once by the layers of training and
+        once by the kernels, whose logits must be near.
+
+        Raises:
+            RuntimeError: they are not, or a kernel fails.
+        """
+        batch, length = len(self.tokens), min(CHECKED_PROMPT, self.room - CHECKED_STEPS)
+        classes = self.model.shared_embedding_or_output_weight().shape[0]
+        ids = torch.arange(batch * (length + CHECKED_STEPS), device=self.device) * 7919 % classes
+        prompt, *chosen = ids.view(batch, -1).split([length, *[1] * CHECKED_STEPS], dim=1)
+        logits = []
+        for kernels in (None, DecodeStep(self.model, self.states)):
+            for state in self.states:
+                state.clear()
+            self.progress.positions.fill_(length - 1)
+            self._show(length)
+            self._run(prompt, torch.arange(length, device=self.device).unsqueeze(1), self.states)
+            self.decode_step = kernels
+            for tokens in chosen:
+                self.tokens.copy_(tokens)
+                logits.append(self._step(self.room).float())
+        expected, computed = torch.stack(logits).split(CHECKED_STEPS)
+        apart = ((computed - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
+        if not apart < FAR:
+            raise RuntimeError(f"logits are {apart:.2g} of their norm apart, at most {FAR} is allowed")
 
 
 def room_for(tokens: int) -> int:
