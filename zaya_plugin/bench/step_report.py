@@ -75,18 +75,6 @@ def _step(record: dict) -> list[str]:
     ]
 
 
-def anchor_text(record: dict) -> str:
-    """Return the anchor's figures and the ratio."""
-    anchor = record["anchor"]
-    if "error" in anchor:
-        return f"anchor: {anchor['what']}: {anchor['error']}"
-    memory = "" if anchor["allocated_gib"] is None else f", peak memory {anchor['allocated_gib']:.1f} GiB"
-    return (
-        f"anchor: {anchor['what']}: {anchor['ms']:.1f} ms, {anchor['tokens_per_s_per_device']:,.0f} tokens/s a device, "
-        f"{anchor['tflops_per_device']:.4g} TFLOP/s{memory}\nours / theirs: {anchor['ratio']:.3f}"
-    )
-
-
 def picture(record: dict) -> Page:
     """Return the content of a picture: a bar for each part of the step, one after the other."""
     bars, at = [], 0.0
