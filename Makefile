@@ -11,7 +11,7 @@ TEST_WORKERS ?= 2
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Python of the accelerator tests: an environment with your build of torch and megatron-core, not .venv.
-# Most of their time the device waits for compilers, so that several files share it.
+# Most of the time the device waits for compilers and for runs to start, so that several files share it.
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 4
 

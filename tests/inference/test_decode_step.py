@@ -41,7 +41,7 @@ from tests.inference.small import SMALL, open_theirs, publish_small
 from tests.inference.test_decoder import apart, prompts
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.convert.loading import load_model
-from zaya_plugin.inference import decode_step, decoder
+from zaya_plugin.inference import decode_check, decode_step, decoder
 from zaya_plugin.inference.sampling import generate
 from zaya_plugin.model.build import groups_of_one
 
@@ -61,7 +61,7 @@ model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 folder, dtype, steps, lengths = Path(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
 fields = eval(f"dict({sys.argv[5]})")
 decoder.ROOM = decode_step.BLOCK = 16
-decoder.CHECKED_STEPS = 5
+decode_check.PROMPT, decode_check.STEPS = 20, 3
 decode_step.SPLITS = 3
 publish_small(folder, model=replace(SMALL, num_layers=3, kv_channels=16, **fields))
 tensors = load_file(folder / "model.safetensors")

@@ -73,7 +73,12 @@ class DecodeStep:
         stream = wide if config.residual_in_fp32 else buffer
         # A merge reads one stream and writes the other; the affine of the embedding is a merge into zeros.
         self.streams, self.zeros = (stream(h), stream(h)), stream(h)
-        self.normed, self.output, self.projected = buffer(h), buffer(h), buffer((n + 2 * g) * d)
+        self.normed, self.projected, self.attended, self.output = (
+            buffer(h),
+            buffer((n + 2 * g) * d),
+            buffer(h),
+            buffer(h),
+        )
         self.query, self.log_sums, self.parts = buffer(n, d), wide(SPLITS, n), buffer(SPLITS, n, d)
         # Of the router: its input, both layers, and the states of two layers, one read while the other is written.
         self.down, self.first, self.second, *self.router_states = (buffer(config.router_hidden_size) for _ in range(5))
@@ -133,13 +138,13 @@ class DecodeStep:
         )  # fmt: skip
         launch(
             kernels.output_kernel, (h // ROWS["output"],), self.log_sums, self.parts,
-            attention.linear_proj.weight, self.output, H=h, HEADS=n, D=d, SPLITS=SPLITS, BATCH=batch,
+            attention.linear_proj.weight, self.attended, H=h, HEADS=n, D=d, SPLITS=SPLITS, BATCH=batch,
             ROWS=ROWS["output"],
         )  # fmt: skip
 
         router, norm = layer.mlp.router, layer.pre_mlp_layernorm
         launch(
-            kernels.merge_project_kernel, (r // ROWS["down"],), self.output, self.streams[0],
+            kernels.merge_project_kernel, (r // ROWS["down"],), self.attended, self.streams[0],
             *layer.post_attention_residual.vectors(), norm.weight, *[router.down_proj.weight] * 4, self.streams[1],
             normed, self.down, norm.eps, r, r, r, r, ROWS=ROWS["down"], **merged,
         )  # fmt: skip

@@ -19,17 +19,13 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from hip_ops.runtime.conditions import capture
+from zaya_plugin.inference.decode_check import check_kernels
 from zaya_plugin.inference.decode_step import DecodeStep, refusal
 from zaya_plugin.model.decode_state import DecodeState, Progress
 from zaya_plugin.model.gpt_model import embedded
 
 logger = logging.getLogger(__name__)
 ROOM = 256  # stored tokens are allocated, and read by a step, in this many times a power of two
-# How many layers and steps are compared before the first token, behind a prompt longer than a block of keys.
-CHECKED_LAYERS, CHECKED_STEPS, CHECKED_PROMPT = 4, 15, 130
-# Largest distance, relative to the logits' norm, in the median of these tokens. In bf16 it is about 0.03; one token in
-# twelve is further away, because it takes another expert.
-FAR = 0.1
 
 
 @contextmanager
@@ -98,7 +94,7 @@ class Decoder:
         padded = [[*prompt, *[0] * (self.longest - len(prompt))] for prompt in prompts]
         tokens = torch.tensor(padded, device=self.device)
         positions = torch.arange(self.longest, device=self.device).unsqueeze(1)
-        self._show(self.longest)
+        self.progress.show(self.longest)
         hidden = self._run(tokens, positions, self.states)
         return self.logits(hidden[self.progress.positions, torch.arange(len(prompts), device=self.device)])
 
@@ -143,21 +139,21 @@ class Decoder:
         if self.decode_step is not None:
             embedding = embedded(self.model.embedding, self.tokens, marks_main_grad=False)
             return self.logits(self.decode_step(embedding, self.model.rotary_pos_emb.of_positions(positions))[0])
-        self._show(reach)
+        self.progress.show(reach)
         return self.logits(self._run(self.tokens, positions, self.states)[0])
-
-    def _show(self, reach: int) -> None:
-        """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
-        stored = torch.arange(reach, device=self.device)
-        self.progress.visible = (stored <= self.progress.positions.unsqueeze(1))[:, None, None]
 
     def _run(self, tokens: Tensor, positions: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
         """tokens int64 [b, s], positions int64 [s, 1 or b] -> hidden states [s, b, h] behind the final norm."""
-        model, context = self.model, None
-        hidden = embedded(model.embedding, tokens, marks_main_grad=False)
-        angles = model.rotary_pos_emb.of_positions(positions)
+        hidden = embedded(self.model.embedding, tokens, marks_main_grad=False)
+        return self._layers(hidden, self.model.rotary_pos_emb.of_positions(positions), states)
+
+    def _layers(self, hidden: Tensor, angles: Tensor, states: Sequence[DecodeState | None]) -> Tensor:
+        """hidden [s, b, h], angles as of the model's rotary embedding -> hidden states [s, b, h] behind the final norm, of
+        as many layers as there are states.
+        """
+        decoder, context = self.model.decoder, None
         with self.choices_kept():
-            for layer, state in zip(model.decoder.layers, states, strict=False):
+            for layer, state in zip(decoder.layers, states, strict=False):
                 hidden, context = layer(
                     hidden_states=hidden,
                     attention_mask=None,
@@ -165,7 +161,7 @@ class Decoder:
                     rotary_pos_emb=angles,
                     inference_context=state,
                 )
-        return model.decoder.final_layernorm(hidden)
+        return decoder.final_layernorm(hidden)
 
     @contextmanager
     def choices_kept(self) -> Iterator[None]:
@@ -194,46 +190,18 @@ class Decoder:
             for number in range(1, self.config.num_layers + 1)
         ]
         if self.own_kernels and refusal(self.config, self.device, batch) is None:
-            all_states, self.states = self.states, self.states[:CHECKED_LAYERS]
             try:
-                self._check_kernels()
-                self.decode_step = DecodeStep(self.model, all_states)
+                check_kernels(self.model, batch, self._run)
+                self.decode_step = DecodeStep(self.model, self.states)
+                self._step(self.room)  # compiles what layers behind the checked ones need
             except Exception as error:  # any of Triton and its compilers
                 self.decode_step, self.own_kernels = None, False
                 text = "decoding: the kernels of a step fail, so its layers are those of training: %s: %s"
                 kind, lines = type(error).__name__, str(error).strip().split("\n")
                 # Triton quotes its source first.
                 logger.warning(text, kind, lines[-1 if kind == "CompilationError" else 0])
-            self.states = all_states
             for state in self.states:
                 state.clear()
-
-    def _check_kernels(self) -> None:
-        """Compute a prompt and a few steps with the layers of `states`, the steps once by the layers of training and
-        once by the kernels, whose logits must be near.
-
-        Raises:
-            RuntimeError: they are not, or a kernel fails.
-        """
-        batch, length = len(self.tokens), min(CHECKED_PROMPT, self.room - CHECKED_STEPS)
-        classes = self.model.shared_embedding_or_output_weight().shape[0]
-        ids = torch.arange(batch * (length + CHECKED_STEPS), device=self.device) * 7919 % classes
-        prompt, *chosen = ids.view(batch, -1).split([length, *[1] * CHECKED_STEPS], dim=1)
-        logits = []
-        for kernels in (None, DecodeStep(self.model, self.states)):
-            for state in self.states:
-                state.clear()
-            self.progress.positions.fill_(length - 1)
-            self._show(length)
-            self._run(prompt, torch.arange(length, device=self.device).unsqueeze(1), self.states)
-            self.decode_step = kernels
-            for tokens in chosen:
-                self.tokens.copy_(tokens)
-                logits.append(self._step(self.room).float())
-        expected, computed = torch.stack(logits).split(CHECKED_STEPS)
-        apart = ((computed - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
-        if not apart < FAR:
-            raise RuntimeError(f"logits are {apart:.2g} of their norm apart, at most {FAR} is allowed")
 
 
 def room_for(tokens: int) -> int:

@@ -28,6 +28,11 @@ class Progress:
     positions: Tensor
     visible: Tensor | None = None
 
+    def show(self, reach: int) -> None:
+        """Let a step attend to the tokens up to each sequence's position, among the first `reach` stored ones."""
+        stored = torch.arange(reach, device=self.positions.device)
+        self.visible = (stored <= self.positions.unsqueeze(1))[:, None, None]
+
 
 @dataclass
 class DecodeState:
