@@ -62,8 +62,7 @@ RUN_EXAMPLES = """\
 examples:
   zaya plan run experiment=zaya1_base cluster=h200_8 --price 2.5
   zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
-  zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8 stage.micro_batch_size=4 \\
-    stage.global_batch_size=128
+  zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8
   zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json
 
 Exit codes: 0; 1, a shard of --layout is incomplete or unbalanced; 2, a step does not fit, or a mistake in the recipe."""
