@@ -61,7 +61,7 @@ model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 folder, dtype, steps, lengths = Path(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
 fields = eval(f"dict({sys.argv[5]})")
 decoder.ROOM = decode_step.BLOCK = 16
-decode_check.PROMPT, decode_check.STEPS = 20, 3
+decode_check.STARTS, decode_check.STEPS = (1, 20), 3
 decode_step.SPLITS = 3
 publish_small(folder, model=replace(SMALL, num_layers=3, kv_channels=16, **fields))
 tensors = load_file(folder / "model.safetensors")
