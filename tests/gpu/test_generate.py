@@ -54,14 +54,21 @@ def test_a_replayed_step_is_the_step(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "fields"),
-    [(PROMPTS[2:], {}), (PROMPTS, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700))],
-    ids=["one", "windows"],
+    ("prompts", "fields", "splits"),
+    [
+        (PROMPTS[2:], {}, {}),
+        (PROMPTS, dict(sliding_window=40, window_attn_skip_freq=2, swa_rotary_base=700), {}),
+        (PROMPTS[2:], {}, dict(SPLITS=3, BLOCK=16)),
+    ],
+    ids=["one", "windows", "several blocks a part"],
 )
-def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, monkeypatch, caplog, prompts, fields):
+def test_the_kernels_of_a_step_are_near_the_layers_of_training(tmp_path, monkeypatch, caplog, prompts, fields, splits):
     """One captured step, over the edges of blocks of keys and round a ring that is no whole block; kernels that start
-    while the one before ends give the numbers of those that do not; six sequences have no kernels.
+    while the one before ends give the numbers of those that do not; six sequences have no kernels. By default a part
+    has several blocks above 8,192 tokens.
     """
+    for name, value in splits.items():
+        monkeypatch.setattr(decode_step, name, value)
     loaded = model(small.publish_small(tmp_path / "model", model=replace(MODEL, **fields)), torch.bfloat16)
     plain, own, one_by_one = Decoder(loaded, kernels=False), Decoder(loaded), Decoder(loaded)
     tokens = torch.tensor(generate(plain, prompts, 120), device="cuda")

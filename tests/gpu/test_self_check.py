@@ -196,6 +196,4 @@ def test_the_start_takes_seconds(tmp_path):
         ).stdout
         seconds.append(float(said.split()[1]))
     print(f"with an empty cache {seconds[0]} s, with a full one {seconds[1]} s")
-    alone = "PYTEST_XDIST_WORKER" not in os.environ
-    limits = (60, 20) if alone else (240, 80)
-    assert seconds[1] < seconds[0] < limits[0] and seconds[1] < limits[1], seconds
+    assert seconds[0] < 60 and seconds[1] < 20, seconds

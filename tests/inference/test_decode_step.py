@@ -70,7 +70,9 @@ for name, tensor in tensors.items():
         tensor[-1] = 0.05  # tokens choose the skip class
 save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 source = open_source(folder)
-plain, own = (decoder.Decoder(load_model(source.model, source.tensors, dtype), routed=not k, kernels=k) for k in (0, 1))
+model = replace(source.model, skip_output=fields.get("skip_output", source.model.skip_output))  # a folder's is "zero"
+plain, own = (decoder.Decoder(load_model(model, source.tensors, dtype), routed=not k, kernels=k) for k in (0, 1))
+assert not fields or plain.config.skip_output == own.config.skip_output == fields["skip_output"]
 given = prompts(*lengths)
 tokens = torch.tensor(generate(plain, given, steps))
 for each in (plain, own):

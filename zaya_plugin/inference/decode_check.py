@@ -15,7 +15,9 @@ from zaya_plugin.model.gpt_model import embedded
 # The second layer reads the router state of the first. Steps near the start of a sequence, and steps whose keys lie in two
 # blocks and, with a sliding window, have passed the ring.
 LAYERS, STARTS, STEPS, PLACES, RING = 2, (2, 200), 15, 256, 149
+PART = 8  # channels that are compared together: what one program of the experts writes, the fewest of the outputs
 FAR = 0.1
+WRITTEN = ("inputs of the convolutions", "delayed values", "keys", "values")
 
 
 @torch.no_grad()
@@ -24,15 +26,15 @@ def check_kernels(
 ) -> None:
     """Compute steps of `batch` sequences with the first layers of `model`, by the kernels and by the layers of training,
     each from the same random states, and compare what they write to the states, the outputs of attention and experts of
-    the last of these layers, and the hidden states. Random keys differ more than those of a text: a block that is
-    left out shows. Median of the steps, because a token that another expert takes in bf16 is far; each sequence by itself.
+    the last of these layers, and the hidden states.
 
     Args:
-        run_layers: tokens int64 [b, 1], positions int64 [1, b] and the states of the layers to run -> hidden states
-            [1, b, h]; the layers of training.
+        run_layers: the layers of training: embedding [1, b, h], angles [1, b, 1, r] in radians and the states of the
+            layers to run -> hidden states [1, b, h] behind the final norm.
 
     Raises:
-        RuntimeError: a distance, relative to the norm, is above FAR, or a kernel fails.
+        RuntimeError: a `distance` is above FAR in the median of the steps (in bf16 some tokens take another expert), or
+            a kernel fails.
     """
     words, layers = model.embedding.word_embeddings.weight, model.decoder.layers[:LAYERS]
     rows, generator = torch.arange(batch, device=words.device), torch.Generator(words.device).manual_seed(0)
@@ -42,45 +44,51 @@ def check_kernels(
         [DecodeState.empty(model.config, batch, PLACES, progress, w and min(w, RING)) for w in windows]
         for _ in range(2)
     )
+
+    def written(state: DecodeState) -> tuple[Tensor, ...]:
+        places = progress.positions % state.keys.shape[2]
+        return state.z.transpose(0, 1), state.delayed, state.keys[rows, :, places], state.values[rows, :, places]
+
     kernels, outputs = DecodeStep(model, own), {}
     hooks = [
         module.register_forward_hook(lambda module, _, result, name=name: outputs.update({name: result[0]}))
         for name, module in (("attention", layers[-1].self_attention), ("experts", layers[-1].mlp))
     ]
-    distances: dict[tuple[str, int], list[Tensor]] = {}
     try:
-        for step in range(len(STARTS) * STEPS):
-            tokens = ((step * batch + rows) * 7919 % len(words)).unsqueeze(1)
-            progress.positions.copy_(STARTS[step // STEPS] + step % STEPS + 5 * rows)
-            progress.show(PLACES)
-            for state, other in zip(own, usual, strict=True):
-                for name in ("z", "delayed", "keys", "values"):
-                    getattr(state, name).copy_(getattr(other, name).normal_(generator=generator))
-            positions = progress.positions.unsqueeze(0)
-            embedding = embedded(model.embedding, tokens, marks_main_grad=False)
-            hidden = kernels(embedding, model.rotary_pos_emb.of_positions(positions))
-            expected_hidden = run_layers(tokens, positions, usual)
-            pairs = {}
-            for layer, *states in zip(layers, own, usual, strict=True):
-                places = progress.positions % states[0].keys.shape[2]
-                written = {
-                    "z": [state.z.transpose(0, 1) for state in states],
-                    "delayed": [state.delayed for state in states],
-                    "keys": [state.keys[rows, :, places] for state in states],
-                    "values": [state.values[rows, :, places] for state in states],
-                }
-                pairs |= {f"{name} of layer {layer.layer_number}": pair for name, pair in written.items()}
-            pairs["outputs of attention"] = kernels.attended, outputs["attention"]
-            pairs["outputs of the experts"] = kernels.output, outputs["experts"]
-            pairs["hidden states"] = hidden, expected_hidden
-            for name, pair in pairs.items():
-                computed, expected = (tensor.reshape(batch, -1).float() for tensor in pair)
-                apart = (computed - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
-                distances.setdefault((name, step // STEPS), []).append(apart)
+        for start in STARTS:
+            distances: dict[str, list[Tensor]] = {}
+            for position in range(start, start + STEPS):
+                progress.positions.copy_(position + 5 * rows)
+                progress.show(PLACES)
+                for state, other in zip(own, usual, strict=True):
+                    for name in ("z", "delayed", "keys", "values"):
+                        getattr(state, name).copy_(getattr(other, name).normal_(generator=generator))
+                tokens = ((position * batch + rows) * 7919 % len(words)).unsqueeze(1)
+                embedding = embedded(model.embedding, tokens, marks_main_grad=False)
+                angles = model.rotary_pos_emb.of_positions(progress.positions.unsqueeze(0))
+                pairs = {"hidden states": (kernels(embedding, angles), run_layers(embedding, angles, usual))}
+                pairs["outputs of attention"] = kernels.attended, outputs["attention"]
+                pairs["outputs of the experts"] = kernels.output, outputs["experts"]
+                for layer, state, other in zip(layers, own, usual, strict=True):
+                    for name, *pair in zip(WRITTEN, written(state), written(other), strict=True):
+                        pairs[f"{name} of layer {layer.layer_number}"] = pair
+                for name, pair in pairs.items():
+                    distances.setdefault(name, []).append(
+                        distance(*(tensor.reshape(batch, -1, PART) for tensor in pair))
+                    )
+            for name, apart in distances.items():
+                if not (worst := torch.stack(apart).median(dim=0).values.max().item()) < FAR:
+                    raise RuntimeError(f"{name} are {worst:.2g} from those of the layers of training, at most {FAR}")
     finally:
         for hook in hooks:
             hook.remove()
-    for (name, _), apart in distances.items():
-        worst = torch.stack(apart).median(dim=0).values.max().item()
-        if not worst < FAR:
-            raise RuntimeError(f"{name} differ by {worst:.2g} of their norm from the layers of training, at most {FAR}")
+
+
+def distance(computed: Tensor, expected: Tensor) -> Tensor:
+    """Return the distance [b, parts] of each part of [b, parts, channels], relative to the larger of the part's norm and
+    the usual one of the sequence's parts.
+    """
+    computed, expected = computed.float(), expected.float()
+    norm = expected.norm(dim=2)
+    usual = norm.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-30)
+    return (computed - expected).norm(dim=2) / torch.maximum(norm, usual)

@@ -73,11 +73,9 @@ class DecodeStep:
         stream = wide if config.residual_in_fp32 else buffer
         # A merge reads one stream and writes the other; the affine of the embedding is a merge into zeros.
         self.streams, self.zeros = (stream(h), stream(h)), stream(h)
-        self.normed, self.projected, self.attended, self.output = (
-            buffer(h),
+        self.projected, (self.normed, self.attended, self.output) = (
             buffer((n + 2 * g) * d),
-            buffer(h),
-            buffer(h),
+            (buffer(h) for _ in range(3)),
         )
         self.query, self.log_sums, self.parts = buffer(n, d), wide(SPLITS, n), buffer(SPLITS, n, d)
         # Of the router: its input, both layers, and the states of two layers, one read while the other is written.

@@ -191,7 +191,7 @@ class Decoder:
         ]
         if self.own_kernels and refusal(self.config, self.device, batch) is None:
             try:
-                check_kernels(self.model, batch, self._run)
+                check_kernels(self.model, batch, self._layers)
                 self.decode_step = DecodeStep(self.model, self.states)
                 self._step(self.room)  # compiles what layers behind the checked ones need
             except Exception as error:  # any of Triton and its compilers
