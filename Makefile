@@ -13,7 +13,7 @@ SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 # Python of the accelerator tests: an environment with your build of torch and megatron-core, not .venv.
 # Most of the time the device waits for compilers and for runs to start, so that several files share it.
 GPU_PYTHON ?= python3
-GPU_WORKERS ?= 4
+GPU_WORKERS ?= 6
 
 CORE16_TESTS := tests/model tests/parity tests/optim tests/parallel tests/patches
 

@@ -189,6 +189,9 @@ def test_the_table_says_what_the_record_holds(record):
     assert rows["idle"]["roofline"] is None and rows["communication"]["longest"] == [
         {"name": "nccl", "count": 1, "ms": 20.0}
     ]
+    assert {part: row["activities"] for part, row in rows.items() if row["activities"]} == dict.fromkeys(
+        ("experts", "norms", "communication"), 1
+    )
     lines = step_report.text(record).splitlines()
     (experts,) = (line.split() for line in lines if line.startswith("experts"))
     assert experts[1:] == ["60.00", "60.0%", "60.00", "0.00", "30", "60", "65%", "33%", "65%"]

@@ -19,7 +19,14 @@ from tests.running import descendants
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# Minutes each on an H200: begun first, they do not hold up the end.
+LONG = tuple(
+    f"tests/gpu/test_{name}.py" for name in ("hip_ops_training", "demo", "graphs", "bench_step", "generate", "verify")
+)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         if item.nodeid.startswith("tests/gpu/"):
             item.add_marker(pytest.mark.gpu)

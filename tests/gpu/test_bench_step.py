@@ -77,14 +77,16 @@ def test_kernels_are_distinguished(measured, record_property):
 
 
 def test_a_graph_has_the_parts_of_the_step_it_was_made_of(measured, record_property):
+    """By the numbers of kernels: their times are also those of other processes on the device."""
     eager, graph = measured("eager"), measured("graph", "cluster.graphs=full_iteration")
     rows, expected = rows_of(graph), rows_of(eager)
-    record_property("rows", {part: (row["ms"], expected[part]["ms"]) for part, row in rows.items()})
+    keys = ("activities", "ms")
+    record_property("rows", {part: [of[part][key] for of in (rows, expected) for key in keys] for part in rows})
     assert graph["traced"]["from_graph"] and not eager["traced"]["from_graph"]
     assert graph["traced"]["launches"] < eager["traced"]["launches"] / 2
     assert abs(graph["traced"]["activities"] - eager["traced"]["activities"]) < 0.15 * eager["traced"]["activities"]
     for part in ("norms", "projections", "prologue", "attention", "experts", "head"):
-        assert rows[part]["ms"] == pytest.approx(expected[part]["ms"], rel=0.25), part
+        assert rows[part]["activities"] == pytest.approx(expected[part]["activities"], rel=0.02), part
     assert rows["other"]["share"] < 0.05, rows["other"]["longest"]
 
 

@@ -120,6 +120,7 @@ def breakdown(activities, start: float, end: float, work: dict, gemm: float, cop
             row |= {"tflop": done.flops / 1e12, "gb": done.bytes / 1e9, "roofline": max(shares)}
             row |= {"gemm_share": shares[0], "copy_share": shares[1]}
         names = sorted(((time, n, count) for (p, n), (count, time) in moments.names.items() if p == part), reverse=True)
+        row["activities"] = sum(count for _, _, count in names)
         row["longest"] = [
             {"name": n[:160], "count": count, "ms": time / 1e3} for time, n, count in names[:KERNELS_SHOWN]
         ]
