@@ -3,6 +3,7 @@
 
 import time
 
+import pytest
 import torch
 
 from zaya_plugin.checkpoint.host_buffer import SMALL, HostBuffer, Staging
@@ -10,6 +11,7 @@ from zaya_plugin.checkpoint.host_buffer import SMALL, HostBuffer, Staging
 COUNT = 1500  # more than a stream takes; with CUDA_DEVICE_MAX_CONNECTIONS=1 all streams together take no more
 
 
+@pytest.mark.alone
 def test_more_copies_than_a_stream_takes():
     tensors = [torch.full((SMALL // 4,), float(n), device="cuda") for n in range(COUNT)]
     tensors += [torch.full((8,), float(COUNT), device="cuda")]

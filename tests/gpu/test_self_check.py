@@ -112,6 +112,7 @@ def test_a_version_with_other_bits_at_every_call():
     assert found(version, repeats=False)["default stream"] is None
 
 
+@pytest.mark.alone
 def test_the_calls_on_a_full_device_run_at_once():
     """Four calls that each wait a while take hardly longer than one."""
     full = conditions.conditions_on(GPU)[-1]
@@ -181,6 +182,7 @@ def test_training_compiles_no_triton_kernel_after_the_check():
     assert compiled == []
 
 
+@pytest.mark.alone
 def test_the_start_takes_seconds(tmp_path):
     """In a process of its own, with an empty and then a full cache of Triton."""
     environment = {
