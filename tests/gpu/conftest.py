@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # Minutes each on an H200: begun first, they do not hold up the end.
-LONG = tuple(
-    f"tests/gpu/test_{name}.py" for name in ("hip_ops_training", "demo", "graphs", "bench_step", "generate", "verify")
-)
+LONG = tuple(f"tests/gpu/test_{name}.py" for name in ("hip_ops_training", "demo", "graphs", "generate", "verify"))
 
 
 def pytest_collection_modifyitems(items):

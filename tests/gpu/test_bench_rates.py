@@ -25,6 +25,7 @@ def measured(zaya, tmp_path_factory):
     return run
 
 
+@pytest.mark.alone
 def test_memory_and_chain(measured):
     rows = measured("hbm", "--max-bytes=300M")[1]["rows"]
     assert {row["wrong"] for row in rows} == {0} and max(row["tb_per_s"] for row in rows) > 0.5
@@ -32,6 +33,7 @@ def test_memory_and_chain(measured):
     assert {row["wrong"] for row in record["rows"]} == {0} and record["rows"][-1]["tflops"] > 50
 
 
+@pytest.mark.alone
 def test_products_of_a_recipe(measured):
     record = measured("gemm", *RECIPE)[1]
     assert {row["wrong"] for row in record["rows"]} == {0}

@@ -12,6 +12,7 @@ import pytest
 from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.plan.flops import Shape, training_flops
 
+pytestmark = pytest.mark.alone
 LAYERS, LENGTH, SIZE, MICRO_BATCHES, ROWS = 2, 2048, 4, 2, 32_768
 RECIPE = (
     "experiment=zaya1_base",
@@ -77,7 +78,6 @@ def test_kernels_are_distinguished(measured, record_property):
 
 
 def test_a_graph_has_the_parts_of_the_step_it_was_made_of(measured, record_property):
-    """By the numbers of kernels: their times are also those of other processes on the device."""
     eager, graph = measured("eager"), measured("graph", "cluster.graphs=full_iteration")
     rows, expected = rows_of(graph), rows_of(eager)
     keys = ("activities", "ms")
@@ -87,6 +87,7 @@ def test_a_graph_has_the_parts_of_the_step_it_was_made_of(measured, record_prope
     assert abs(graph["traced"]["activities"] - eager["traced"]["activities"]) < 0.15 * eager["traced"]["activities"]
     for part in ("norms", "projections", "prologue", "attention", "experts", "head"):
         assert rows[part]["activities"] == pytest.approx(expected[part]["activities"], rel=0.02), part
+        assert rows[part]["ms"] == pytest.approx(expected[part]["ms"], rel=0.25), part
     assert rows["other"]["share"] < 0.05, rows["other"]["longest"]
 
 

@@ -54,6 +54,7 @@ def skip_without_package(backend, form="whole"):
     try:
         core_attention(backend, form, torch.bfloat16, 8, 2, 128, False).choice(torch.device("cuda", 0), check=False)
     except ValueError as missing:
+        assert "failed its self-check" not in str(missing), missing
         pytest.skip(str(missing))
 
 
