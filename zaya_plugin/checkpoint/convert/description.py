@@ -29,6 +29,9 @@ FREE_FIELDS = {
     "eos",
     "pad",
 }
+# Field of a description -> field of ZayaConfig, where the names differ; and the fields that it lacks.
+CONFIG_NAMES = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
+NOT_IN_CONFIG = {"vocab_size", "rotary_base", "rotary_percent", "max_position_embeddings", "bos", "eos", "pad"}
 WINDOW_FIELDS = ("sliding_window", "window_attn_skip_freq", "swa_rotary_base")
 
 
@@ -71,22 +74,14 @@ class Description:
     @classmethod
     def of_arguments(cls, args) -> Description:
         """Return the description of the model of Megatron's arguments, such as those of a checkpoint."""
-        names = {
-            path.rpartition(".")[2]: megatron_argument(field) for path, field in leaves() if megatron_argument(field)
-        }
-        stored = {"vocab_size": "padded_vocab_size", "max_position_embeddings": "max_position_embeddings"}
-        values = {}
-        for field in fields(cls):
-            name = stored.get(field.name) or names.get(field.name)
-            if name is not None and hasattr(args, name):  # a checkpoint that is older than an option has its default
-                values[field.name] = getattr(args, name)
+        # A checkpoint that is older than an option has its default.
+        values = {name: getattr(args, argument) for name, argument in ARGUMENTS.items() if hasattr(args, argument)}
         return cls(**values).simplified()
 
     @classmethod
     def of_config(cls, config, vocab_size: int) -> Description:
         """Return the description of a ZayaConfig's model, which does not state RoPE."""
-        names = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
-        values = {f.name: getattr(config, names.get(f.name, f.name), f.default) for f in fields(cls)}
+        values = {f.name: getattr(config, CONFIG_NAMES.get(f.name, f.name), f.default) for f in fields(cls)}
         return cls(**values | {"vocab_size": vocab_size}).simplified()
 
     @classmethod
@@ -140,24 +135,13 @@ class Description:
 
     def arguments(self) -> dict:
         """Return the description by the names of Megatron's arguments, as a checkpoint stores them."""
-        values = {"padded_vocab_size": self.vocab_size, "max_position_embeddings": self.max_position_embeddings}
-        for path, field in leaves():
-            name, argument = path.rpartition(".")[2], megatron_argument(field)
-            if argument and name in self.__dataclass_fields__ and name != "vocab_size":
-                values[argument] = getattr(self, name)
-        return self._stated(values)
+        return self._stated({argument: getattr(self, name) for name, argument in ARGUMENTS.items()})
 
     def config_fields(self) -> dict[str, Any]:
         """Return the description as fields of ZayaConfig."""
-        sizes = "num_layers hidden_size num_attention_heads num_query_groups kv_channels moe_ffn_hidden_size".split()
-        options = (
-            *WINDOW_FIELDS,
-            *"router_hidden_size normalization router_norm_epsilon router_eda moe_skip_expert temperature_form".split(),
-        )
-        values = {name: getattr(self, name) for name in (*sizes, *options, "skip_output", "init_method_std")}
-        values |= dict(num_moe_experts=self.num_experts, layernorm_epsilon=self.norm_epsilon)
-        values |= dict(ffn_hidden_size=self.moe_ffn_hidden_size)
-        return self._stated(values | {"residual_in_fp32": self.residual_in_fp32})
+        names = (f.name for f in fields(self) if f.name not in NOT_IN_CONFIG)
+        values = {CONFIG_NAMES.get(name, name): getattr(self, name) for name in names}
+        return self._stated(values | {"ffn_hidden_size": self.moe_ffn_hidden_size})
 
     @staticmethod
     def _stated(values: dict) -> dict:
@@ -185,3 +169,11 @@ class Description:
         return {
             key: value for key, value in overrides.items() if value is not None or key == "model.router_norm_epsilon"
         }
+
+
+# Field of a description -> Megatron's argument. The ids of tokens have none.
+ARGUMENTS = {
+    name: argument
+    for path, field in leaves()
+    if (name := path.rpartition(".")[2]) in Description.__dataclass_fields__ and (argument := megatron_argument(field))
+} | {"vocab_size": "padded_vocab_size", "max_position_embeddings": "max_position_embeddings"}
