@@ -78,7 +78,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Changed:
-    """`of` with an elementwise function applied in fp32."""
+    """`of` with an elementwise function applied in fp32. dtype: of the function's result."""
 
     of: Values
     function: Callable[[Tensor], Tensor]

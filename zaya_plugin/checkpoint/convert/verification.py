@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping
+from math import prod
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from zaya_plugin.checkpoint.convert import exporting, safetensors_files
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
 from zaya_plugin.checkpoint.convert.loading import load_model
-from zaya_plugin.checkpoint.convert.values import Values, byte_blocks
+from zaya_plugin.checkpoint.convert.values import Changed, Values, byte_blocks
 from zaya_plugin.ground.errors import free_memory, mistake
 
 CLOSE = 1e-5  # relative difference of logits in fp32
@@ -32,7 +34,7 @@ def verify(export: exporting.Export, folder: Path, progress: Callable[[int], Non
     """
     lines = [_bits(export, folder, progress)]
     source = open_source(folder)
-    needed = sum(4 * _count(values) for values in source.tensors.values())
+    needed = sum(4 * prod(values.shape) for values in source.tensors.values())
     if needed > 0.8 * free_memory():
         return [
             *lines,
@@ -41,7 +43,10 @@ def verify(export: exporting.Export, folder: Path, progress: Callable[[int], Non
     # The checkpoint's values differ from the files' by rounding: both sides get the values as they were written.
     order = exporting.ordered(export.layout, export.trained.model)
     written = {name: tensor.dtype for row, tensor in zip(order, export.tensors, strict=True) for name in row.ours}
-    rounded = {name: _Rounded(values, written[name]) for name, values in export.trained.tensors.items()}
+    rounded = {
+        name: Changed(values, methodcaller("to", written[name]), written[name])
+        for name, values in export.trained.tensors.items()
+    }
     reader = _transformers if export.layout == "native" else _this_package
     return [*lines, _logits(export.trained.model, rounded, folder, reader)]
 
@@ -77,20 +82,6 @@ def differences(one: Source, other: Source) -> list[str]:
         ):
             texts.append(f"{name} has other values")
     return texts
-
-
-class _Rounded:
-    """Values as they are in the files."""
-
-    def __init__(self, of: Values, dtype: torch.dtype):
-        self.of, self.dtype, self.shape = of, dtype, of.shape
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.of.rows(start, stop).to(self.dtype)
-
-
-def _count(values: Values) -> int:
-    return int(torch.Size(values.shape).numel())
 
 
 def _logits(model: Description, tensors: Mapping[str, Values], folder: Path, reader: Callable) -> str:
