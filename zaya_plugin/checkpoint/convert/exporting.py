@@ -10,7 +10,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,6 +41,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     WRITTEN,
     Row,
     balancing_state,
+    layer_of,
     layers_of,
     rows,
     skip_is_reachable,
@@ -210,7 +210,7 @@ def folded(trained: Trained, layout: str) -> tuple[Trained, list[str]]:
         scale = math.sqrt(theirs / own)
         for layer in range(model.num_layers):
             for name in (part.format(l=layer) for part in DOWN_PROJECTION):
-                tensors[name] = Changed(tensors[name], partial(operator.mul, scale))
+                tensors[name] = Changed(tensors[name], functools.partial(operator.mul, scale))
         changes.append(
             f"router_norm_epsilon={own:g} is folded into {theirs:g}, which loaders of {layout} take: the routers' down "
             f"projections are scaled by {scale:.6g}"
@@ -335,7 +335,7 @@ def plan(
     for row in ordered(layout, model):
         parts = [trained.tensors[name] for name in row.ours]
         written = as_written(row.ours[0], parts)
-        tensors.append(Written(row.name, written, row.shape, partial(byte_blocks, parts, written)))
+        tensors.append(Written(row.name, written, row.shape, functools.partial(byte_blocks, parts, written)))
     skip = check_skip(layout, trained, of_biases)
     config = hf_config.write(layout, model, str(tensors[0].dtype).removeprefix("torch."))
     return Export(trained, layout, config, tensors, tokenizer, changes, skip, reason)
@@ -345,11 +345,7 @@ def ordered(layout: str, model: Description) -> list[Row]:
     """Return a layout's tensors by layers, as a checkpoint's files are,
     so that it is read from the front to the back.
     """
-    return sorted(rows(layout, model), key=lambda row: _layer(row.ours[0]))
-
-
-def _layer(name: str) -> int:
-    return int(name.split(".")[2]) if name.startswith("decoder.layers.") else -1
+    return sorted(rows(layout, model), key=lambda row: layer_of(row.ours[0]))
 
 
 def export_model(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     TIED_HEAD,
     balancing_state,
     check_cover,
+    layer_of,
     layers_of,
     recognise,
     sizes_of,
@@ -214,8 +214,8 @@ def _files(source: Source) -> list[list[Stored]]:
     files: list[list[Stored]] = [[] for _ in range(source.model.num_layers + 1)]
 
     def add(name: str, dtype: torch.dtype, values: Values) -> None:
-        layer = int(name.split(".")[2]) + 1 if name.startswith("decoder.layers.") else 0
-        files[layer].append(Stored(name, dtype, values.shape, partial(byte_blocks, [values], dtype)))
+        blocks = functools.partial(byte_blocks, [values], dtype)
+        files[layer_of(name) + 1].append(Stored(name, dtype, values.shape, blocks))
 
     for name, values in source.tensors.items():
         add(name, torch.float32 if name.endswith("balancing_biases") else values.dtype, values)

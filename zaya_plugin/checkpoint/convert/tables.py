@@ -190,6 +190,11 @@ def layers_of(ours: str, model: Description) -> Iterable[int | None]:
     return range(model.num_layers)
 
 
+def layer_of(ours: str) -> int:
+    """Return the layer of this package's tensor `ours`; -1 for one outside the layers."""
+    return int(ours.split(".")[2]) if ours.startswith("decoder.layers.") else -1
+
+
 def balancing_state(model: Description) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, dtype and shape of the state that no layout holds."""
     sizes = model.sizes()
