@@ -44,6 +44,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     layer_of,
     layers_of,
     rows,
+    shape_problems,
     skip_is_reachable,
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
@@ -156,18 +157,12 @@ def checked(
     parts = {name: row.part for row in rows("native", model) for name in row.ours}
     states, lora = {name: shape for name, _, shape in balancing_state(model)}, Lora.of(arguments)
     adapters, optional = ({}, {}) if lora is None else (lora.shapes(model), {} if lora.lora_balancing else states)
-    known, problems = parts | states | adapters, []
-    for name, shape in known.items():
-        if name in optional and name not in shapes:
-            continue
-        if name not in shapes:
-            problems.append(f"{name} is missing")
-        elif shapes[name] != shape:
-            problems.append(f"{name} has the shape {list(shapes[name])}, and the model requires {list(shape)}")
-    unknown = (name for name in shapes if not OPTIMIZER.match(name) and name not in known)
-    problems += [f"{name} is unknown" for name in unknown]
-    if problems:
-        raise mistake(str(folder), problem="holds other tensors than those of its model: " + "; ".join(problems[:40]))
+    required = {
+        name: shape for name, shape in (parts | states | adapters).items() if name in shapes or name not in optional
+    }
+    of_model = {name: shape for name, shape in shapes.items() if not OPTIMIZER.match(name)}
+    if problems := shape_problems(required, of_model):
+        raise mistake(str(folder), problem=f"holds other tensors than those of its model: {problems}")
     tensors, own = {name: values(name) for name in parts}, {}
     if lora is not None:
         own = {name: values(name) for name in (*adapters, *(row.ours[0] for row in lora.retrained(model)))}

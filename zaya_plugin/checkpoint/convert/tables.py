@@ -319,19 +319,29 @@ def check_cover(layout: str, model: Description, shapes: Mapping[str, tuple[int,
     """
     expected = {row.name: row for row in rows(layout, model)}
     extra = _EXTRA_TENSORS.get(layout)
-    problems = [f"{name} is missing" for name in expected if name not in shapes]
-    for name, shape in shapes.items():
-        if name in expected and tuple(shape) != expected[name].shape:
-            problems.append(f"{name} has the shape {list(shape)}, and the model requires {list(expected[name].shape)}")
-        elif name not in expected and name != TIED_HEAD and not (extra and extra.fullmatch(name)):
-            problems.append(f"{name} is unknown")
-    if problems:
-        shown = [*problems[:SHOWN], f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else problems
-        raise mistake(f"{layout} tensors", problem=f"not those of the model: {'; '.join(shown)}")
+    compared = {
+        name: shape for name, shape in shapes.items() if name != TIED_HEAD and not (extra and extra.fullmatch(name))
+    }
+    if problems := shape_problems({name: row.shape for name, row in expected.items()}, compared):
+        raise mistake(f"{layout} tensors", problem=f"not those of the model: {problems}")
     return list(expected.values())
 
 
-SHOWN = 40
+def shape_problems(expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return which of the expected tensors are missing or have another shape, and which tensors are unknown; an empty
+    text if there are none.
+    """
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    for name, shape in shapes.items():
+        if name not in expected:
+            problems.append(f"{name} is unknown")
+        elif tuple(shape) != expected[name]:
+            problems.append(f"{name} has the shape {list(shape)}, and the model requires {list(expected[name])}")
+    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "; ".join(problems[:SHOWN] + more)
+
+
+SHOWN = 40  # tensors in a message
 
 
 def check_once(names: Iterable[str]) -> None:
