@@ -31,7 +31,7 @@ from result_record import described, write
 from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.exporting import SHARD, ordered
-from zaya_plugin.checkpoint.convert.safetensors_files import Written
+from zaya_plugin.checkpoint.convert.values import TensorContent
 from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
 
 BASE = dict(hidden_size=2048, num_attention_heads=8, num_query_groups=2, kv_channels=128, num_experts=16)
@@ -54,7 +54,9 @@ def publish(folder: Path, layers: int) -> int:
         for start in range(0, count, len(noise)):
             yield memoryview(noise[: min(len(noise), count - start)].view(torch.uint8).numpy())
 
-    tensors = [Written(row.name, torch.bfloat16, row.shape, partial(values, row)) for row in ordered("native", model)]
+    tensors = [
+        TensorContent(row.name, torch.bfloat16, row.shape, partial(values, row)) for row in ordered("native", model)
+    ]
     groups = safetensors_files.shards(tensors, SHARD)
     names, files = safetensors_files.file_names(len(groups)), DirectFiles()
     for name, group in zip(names, groups, strict=True):

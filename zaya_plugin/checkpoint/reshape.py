@@ -27,7 +27,7 @@ from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.finished_files import FinishedFiles
 from zaya_plugin.checkpoint.places import at
 from zaya_plugin.checkpoint.stored_boxes import Archive, Box, Indices, common_box, elements, pieces
-from zaya_plugin.checkpoint.stored_tensor import around
+from zaya_plugin.checkpoint.stored_tensor import archive, archive_bytes
 from zaya_plugin.ground.errors import check_space, mistake
 from zaya_plugin.ground.lock import locked
 
@@ -84,10 +84,8 @@ class Entry:
         if self.object is not None:
             yield self.object.content()
             return
-        before, after = around(self.tensor.dtype, self.sizes)
-        yield before
-        yield memoryview(self.tensor.piece(self.offset, self.sizes).reshape(-1).view(np.uint8))
-        yield after
+        values = self.tensor.piece(self.offset, self.sizes).reshape(-1).view(np.uint8)
+        yield from archive(self.tensor.dtype, self.sizes, [memoryview(values)])
 
 
 def reshape(
@@ -140,7 +138,7 @@ def read_index(source: Path) -> Metadata:
 def entries(source: Path, index: Metadata) -> list[Entry]:
     """Return what the target stores, in its order: first the objects, then all state of a parameter together."""
 
-    def archive(of: MetadataIndex) -> Archive:
+    def place_of(of: MetadataIndex) -> Archive:
         stored = index.storage_data[of]
         if getattr(stored, "transform_descriptors", None):
             raise mistake(
@@ -152,19 +150,19 @@ def entries(source: Path, index: Metadata) -> list[Entry]:
     for key, described in index.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             boxes = tuple(
-                Box(tuple(box.offsets), tuple(box.sizes), archive(MetadataIndex(key, box.offsets)))
+                Box(tuple(box.offsets), tuple(box.sizes), place_of(MetadataIndex(key, box.offsets)))
                 for box in sorted(described.chunks, key=lambda box: tuple(box.offsets))
             )
             if boxes:
                 shared.setdefault((tuple(described.size), boxes), []).append(key)
     for of in sorted(index.storage_data, key=lambda of: of.fqn):
         if not isinstance(index.state_dict_metadata[of.fqn], TensorStorageMetadata):
-            place = archive(of)
+            place = place_of(of)
             results.append(Entry(place.length, of, place))
     for (shape, boxes), keys in sorted(shared.items(), key=lambda item: _order(item[1][0])):
         tensor = Tensor(tuple(keys), shape, boxes[0].place[0], boxes)
         for offset, sizes in pieces(shape, tensor.dtype.itemsize, PIECE):
-            length = sum(map(len, around(tensor.dtype, sizes))) + math.prod(sizes) * tensor.dtype.itemsize
+            length = archive_bytes(tensor.dtype, sizes)
             results.append(Entry(length, tensor=tensor, offset=offset, sizes=sizes))
     return results
 

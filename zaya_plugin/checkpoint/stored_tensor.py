@@ -8,8 +8,10 @@ bytes around that record are known, the values can be written from any buffer, i
 from __future__ import annotations
 
 import functools
+import math
 import os
 import zipfile
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -34,6 +36,19 @@ def around(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
         return os.pread(memory, start, 0), os.pread(memory, end - after, after)
     finally:
         os.close(memory)
+
+
+def archive_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return the bytes that a tensor takes in a file."""
+    return sum(map(len, around(dtype, shape))) + math.prod(shape) * dtype.itemsize
+
+
+def archive(dtype: torch.dtype, shape: tuple[int, ...], values: Iterable) -> Iterator[bytes | memoryview]:
+    """Yield what a file holds of a tensor. values: their bytes, in pieces."""
+    before, after = around(dtype, shape)
+    yield before
+    yield from values
+    yield after
 
 
 def record_start(descriptor: int, header: int) -> int:

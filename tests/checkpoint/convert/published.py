@@ -14,8 +14,8 @@ from zaya_plugin.checkpoint.convert.adapters import Lora, fingerprint
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import open_source
 from zaya_plugin.checkpoint.convert.tables import WRITTEN, rows
-from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
-from zaya_plugin.checkpoint.convert.values import as_bytes
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter
+from zaya_plugin.checkpoint.convert.values import TensorContent, as_bytes
 
 TINY = Description(
     num_layers=2,
@@ -98,7 +98,7 @@ def adapter_run(directory: Path, base: Path, lora: Lora, table: int) -> None:
     shapes = lora.shapes(source.model) | {row.ours[0]: row.shape for row in lora.retrained(source.model)}
     writer = CheckpointWriter(directory, "adapter")
     stored = [
-        Stored(name, torch.float32, shape, lambda shape=shape: iter([as_bytes(torch.ones(shape))]))
+        TensorContent(name, torch.float32, shape, lambda shape=shape: iter([as_bytes(torch.ones(shape))]))
         for name, shape in shapes.items()
     ]
     writer.write(stored, lambda count: None)

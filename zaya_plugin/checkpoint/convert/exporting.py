@@ -29,7 +29,6 @@ from zaya_plugin.checkpoint.convert.model_folder import (
     token_ids,
     tokenizer_entries,
 )
-from zaya_plugin.checkpoint.convert.safetensors_files import Written
 from zaya_plugin.checkpoint.convert.tables import (
     BIASES,
     DOWN_PROJECTION,
@@ -48,7 +47,7 @@ from zaya_plugin.checkpoint.convert.tables import (
     skip_is_reachable,
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
-from zaya_plugin.checkpoint.convert.values import Changed, OfLength, Values, Zeros, byte_blocks, whole
+from zaya_plugin.checkpoint.convert.values import Changed, OfLength, TensorContent, Values, Zeros, byte_blocks, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.checkpoint.finished_files import FinishedFiles, bytes_in
 from zaya_plugin.checkpoint.reading import Reading
@@ -259,7 +258,7 @@ class Export:
     trained: Trained
     layout: str
     config: dict
-    tensors: list[Written]
+    tensors: list[TensorContent]
     tokenizer: Path | None
     changes: list[str]
     skip: str
@@ -330,7 +329,7 @@ def plan(
     for row in ordered(layout, model):
         parts = [trained.tensors[name] for name in row.ours]
         written = as_written(row.ours[0], parts)
-        tensors.append(Written(row.name, written, row.shape, functools.partial(byte_blocks, parts, written)))
+        tensors.append(TensorContent(row.name, written, row.shape, functools.partial(byte_blocks, parts, written)))
     skip = check_skip(layout, trained, of_biases)
     config = hf_config.write(layout, model, str(tensors[0].dtype).removeprefix("torch."))
     return Export(trained, layout, config, tensors, tokenizer, changes, skip, reason)

@@ -37,9 +37,10 @@ from zaya_plugin.checkpoint.convert.tables import (
     sizes_of,
     skip_is_reachable,
 )
-from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter, Stored
-from zaya_plugin.checkpoint.convert.values import OfLength, Region, Values, Zeros, byte_blocks, whole
+from zaya_plugin.checkpoint.convert.torch_dist import CheckpointWriter
+from zaya_plugin.checkpoint.convert.values import OfLength, Region, TensorContent, Values, Zeros, byte_blocks, whole
 from zaya_plugin.checkpoint.finished_files import bytes_in
+from zaya_plugin.checkpoint.stored_tensor import archive_bytes
 from zaya_plugin.config.run_directory import iterations
 from zaya_plugin.ground.errors import check_space, mistake
 from zaya_plugin.ground.lock import locked
@@ -180,7 +181,7 @@ def import_model(
             raise mistake("--output", directory, problem="contains a checkpoint", allowed="a directory without one")
         files = _files(source)
         _check_companions(source)
-        size = sum(tensor.length for tensors in files for tensor in tensors)
+        size = sum(archive_bytes(tensor.dtype, tensor.shape) for tensors in files for tensor in tensors)
         final = on_disk.folder(directory, 0)
         check_space(directory, size - bytes_in(final.with_name(final.name + manifest.UNFINISHED)))
         begins(size)
@@ -209,13 +210,13 @@ def import_model(
         return writer.finish(arguments, version=__version__, imported=record)
 
 
-def _files(source: Source) -> list[list[Stored]]:
+def _files(source: Source) -> list[list[TensorContent]]:
     """Return the tensors file by file: those outside the layers, then one file a layer."""
-    files: list[list[Stored]] = [[] for _ in range(source.model.num_layers + 1)]
+    files: list[list[TensorContent]] = [[] for _ in range(source.model.num_layers + 1)]
 
     def add(name: str, dtype: torch.dtype, values: Values) -> None:
         blocks = functools.partial(byte_blocks, [values], dtype)
-        files[layer_of(name) + 1].append(Stored(name, dtype, values.shape, blocks))
+        files[layer_of(name) + 1].append(TensorContent(name, dtype, values.shape, blocks))
 
     for name, values in source.tensors.items():
         add(name, torch.float32 if name.endswith("balancing_biases") else values.dtype, values)

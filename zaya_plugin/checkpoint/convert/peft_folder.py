@@ -23,9 +23,8 @@ from zaya_plugin.checkpoint.convert import exporting, safetensors_files
 from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.model_folder import check_new, copy_companions, json_object
-from zaya_plugin.checkpoint.convert.safetensors_files import Written
 from zaya_plugin.checkpoint.convert.tables import Row
-from zaya_plugin.checkpoint.convert.values import as_bytes, whole
+from zaya_plugin.checkpoint.convert.values import TensorContent, as_bytes, whole
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.lock import locked
@@ -161,7 +160,7 @@ def export_adapter(
     tensors = []
     for tensor in peft_tensors(lora, trained.model):
         shape = tensor.to_peft(torch.empty(trained.adapter[tensor.ours].shape, device="meta")).shape
-        tensors.append(Written(tensor.name, written, tuple(shape), functools.partial(blocks, tensor)))
+        tensors.append(TensorContent(tensor.name, written, tuple(shape), functools.partial(blocks, tensor)))
     output = output.absolute()
     with locked(output, "writing"):
         check_new(output)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import xxhash
 
 from zaya_plugin.checkpoint.convert.model_folder import json_object, without_weights
 from zaya_plugin.checkpoint.convert.tables import check_once
-from zaya_plugin.checkpoint.convert.values import Region
+from zaya_plugin.checkpoint.convert.values import Region, TensorContent
 from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
@@ -107,23 +106,9 @@ def header(path: Path) -> dict[str, Region]:
     return dict(reversed(regions.items()))
 
 
-@dataclass(frozen=True)
-class Written:
-    """A tensor to write. blocks: its bytes, in pieces."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[memoryview]]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def shards(tensors: list[Written], limit: int) -> list[list[Written]]:
+def shards(tensors: list[TensorContent], limit: int) -> list[list[TensorContent]]:
     """Return the tensors in groups of at most `limit` bytes; a larger tensor is a group of its own."""
-    groups: list[list[Written]] = [[]]
+    groups: list[list[TensorContent]] = [[]]
     size = 0
     for tensor in tensors:
         if groups[-1] and size + tensor.bytes > limit:
@@ -140,7 +125,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(
-    files: DirectFiles, path: Path, tensors: list[Written], progress: Callable[[int], None]
+    files: DirectFiles, path: Path, tensors: list[TensorContent], progress: Callable[[int], None]
 ) -> dict[str, str]:
     """Write one file, durable before it has its name, and return the checksum of every tensor's values."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
@@ -170,7 +155,7 @@ def write_file(
     return checksums
 
 
-def write_index(folder: Path, groups: list[list[Written]], names: list[str]) -> None:
+def write_index(folder: Path, groups: list[list[TensorContent]], names: list[str]) -> None:
     """Write the index of a model in several files; total_size counts all tensors."""
     if len(names) == 1:
         return

@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk, reading
-from zaya_plugin.checkpoint.convert.values import Boxes, Region
+from zaya_plugin.checkpoint.convert.values import Boxes, Region, TensorContent
 from zaya_plugin.checkpoint.finished_files import FinishedFiles
 from zaya_plugin.checkpoint.places import at
 from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, Entry, index, saved
 from zaya_plugin.checkpoint.stored_boxes import Archive, values_of
-from zaya_plugin.checkpoint.stored_tensor import around
+from zaya_plugin.checkpoint.stored_tensor import archive, archive_bytes
 from zaya_plugin.ground.errors import mistake
 
 
@@ -72,28 +70,6 @@ class CheckpointTensors:
         return Boxes(dtypes.pop(), tuple(entry.size), tuple(boxes))
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor to store. blocks: its bytes, in pieces."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[memoryview]]
-
-    @property
-    def length(self) -> int:
-        """Bytes in the file."""
-        return sum(map(len, around(self.dtype, self.shape))) + prod(self.shape) * self.dtype.itemsize
-
-    def content(self) -> Iterator[bytes | memoryview]:
-        """Yield what the file holds of it."""
-        before, after = around(self.dtype, self.shape)
-        yield before
-        yield from self.blocks()
-        yield after
-
-
 class CheckpointWriter:
     """Writes a checkpoint of iteration 0, file by file. Files that a killed import has finished are kept.
 
@@ -108,19 +84,20 @@ class CheckpointWriter:
         self.finished = FinishedFiles(self.unfinished, origin)
         self.entries: list[Entry] = []
 
-    def write(self, tensors: list[Stored], progress: Callable[[int], None]) -> None:
+    def write(self, tensors: list[TensorContent], progress: Callable[[int], None]) -> None:
         """Write the next file, unless an earlier import has."""
         name, length = f"__{len({entry.file for entry in self.entries})}_0.distcp", 0
         for tensor in tensors:
-            place = (0,) * len(tensor.shape)
-            entry = Entry(tensor.key, name, length, tensor.length, tensor.dtype, place, tensor.shape, tensor.shape)
+            size, offset = archive_bytes(tensor.dtype, tensor.shape), (0,) * len(tensor.shape)
+            entry = Entry(tensor.name, name, length, size, tensor.dtype, offset, tensor.shape, tensor.shape)
             self.entries.append(entry)
-            length += tensor.length
+            length += size
         if name in self.finished.files:
             progress(length)
             return
         part = self.unfinished / (name + ".part")
-        written = at(part).write((data for tensor in tensors for data in tensor.content()), progress, direct=True)
+        content = (data for tensor in tensors for data in archive(tensor.dtype, tensor.shape, tensor.blocks()))
+        written = at(part).write(content, progress, direct=True)
         if written["bytes"] != length:
             raise ValueError(f"{part} has {written['bytes']} bytes, and {length} were to be written")
         part.rename(self.unfinished / name)

@@ -124,6 +124,20 @@ class OfLength:
         return torch.cat([self.of.rows(start, end), grown]) if end > start else grown
 
 
+@dataclass(frozen=True)
+class TensorContent:
+    """A tensor to write. blocks: its bytes, in pieces."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[memoryview]]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
 def whole(values: Values) -> Tensor:
     """Return the tensor."""
     return values.rows(0, values.shape[0] if values.shape else 1).view(values.shape)
