@@ -32,7 +32,7 @@ from zaya_plugin.checkpoint.convert import hf_config, safetensors_files
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.exporting import SHARD, ordered
 from zaya_plugin.checkpoint.convert.values import TensorContent
-from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
+from zaya_plugin.checkpoint.direct_file import PIECE
 
 BASE = dict(hidden_size=2048, num_attention_heads=8, num_query_groups=2, kv_channels=128, num_experts=16)
 BASE |= dict(moe_ffn_hidden_size=2048, router_hidden_size=256, vocab_size=262272)
@@ -58,9 +58,9 @@ def publish(folder: Path, layers: int) -> int:
         TensorContent(row.name, torch.bfloat16, row.shape, partial(values, row)) for row in ordered("native", model)
     ]
     groups = safetensors_files.shards(tensors, SHARD)
-    names, files = safetensors_files.file_names(len(groups)), DirectFiles()
+    names = safetensors_files.file_names(len(groups))
     for name, group in zip(names, groups, strict=True):
-        safetensors_files.write_file(files, folder / name, group, lambda count: None)
+        safetensors_files.write_file(folder / name, group)
     safetensors_files.write_index(folder, groups, names)
     (folder / "config.json").write_text(json.dumps(hf_config.write("native", model, "bfloat16")))
     return sum(tensor.bytes for tensor in tensors)

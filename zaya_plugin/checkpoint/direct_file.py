@@ -33,25 +33,20 @@ class DirectFiles:
         self._alone = threading.Lock()
 
     def write(
-        self,
-        path: Path,
-        parts: Iterable[bytes | memoryview],
-        progress: Callable[[int], None] = lambda count: None,
-        checksum: bool = True,
+        self, path: Path, parts: Iterable[bytes | memoryview], progress: Callable[[int], None] = lambda count: None
     ) -> dict:
         """Write a file of `parts`, one behind the other, and make it durable. Return its bytes and checksum, as of the
         manifest. Another thread takes the parts, ahead of the writing.
 
-        progress: called with the bytes of each block; what it raises ends the writing. checksum: False leaves it out of
-        the result.
+        progress: called with the bytes of each block; what it raises ends the writing.
 
         Raises:
             OSError: the file cannot be written; a part of it may remain.
         """
         with self._alone:
-            return self._write(path, parts, progress, checksum)
+            return self._write(path, parts, progress)
 
-    def _write(self, path: Path, parts: Iterable, progress: Callable[[int], None], checksum: bool) -> dict:
+    def _write(self, path: Path, parts: Iterable, progress: Callable[[int], None]) -> dict:
         digest, size = xxhash.xxh3_128(), 0
         descriptor = _open(path)
         try:
@@ -64,8 +59,7 @@ class DirectFiles:
                         flying.popleft().result()
                     next_block = threads.submit(next, blocks, 0)  # into the block of the write that has just ended
                     block, number = self._blocks[number % len(self._blocks)], number + 1
-                    if checksum:
-                        digest.update(block[:filled])
+                    digest.update(block[:filled])
                     flying.append(threads.submit(_write_at, descriptor, block[: filled + -filled % ALIGNMENT], size))
                     size += filled
                     progress(filled)
@@ -75,7 +69,7 @@ class DirectFiles:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return {"bytes": size} | ({"xxh3_128": digest.hexdigest()} if checksum else {})
+        return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
     def _filled(self, parts: Iterable[bytes | memoryview]) -> Iterator[int]:
         """Fill the blocks in turn and yield the bytes of each; only the last one is not full."""

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole files of an unfinished folder, so that a killed command continues behind them. Imports no torch."""
+"""Large files that appear whole in an unfinished folder, and the notes by which a killed command continues behind them.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from zaya_plugin.checkpoint.places import at, ignore
 from zaya_plugin.ground.whole_file import write_whole
 
 NAME = "journal.json"
@@ -18,6 +22,24 @@ def bytes_in(folder: Path) -> int:
     or removed before others are written.
     """
     return sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+
+
+def write_large(
+    path: Path, parts: Iterable[bytes | memoryview], size: int, progress: Callable[[int], None] = ignore
+) -> dict[str, int | str]:
+    """Write a file of `parts`, `size` bytes in all, durable before it has its name. Return its size and checksum.
+
+    progress: called with the bytes of each part that was taken.
+
+    Raises:
+        ValueError: the parts have another size.
+    """
+    unnamed = path.with_name(path.name + ".part")
+    written = at(unnamed).write(parts, progress, direct=True)
+    if written["bytes"] != size:
+        raise ValueError(f"{unnamed} has {written['bytes']} bytes, and {size} were to be written")
+    unnamed.rename(path)
+    return written
 
 
 class FinishedFiles:

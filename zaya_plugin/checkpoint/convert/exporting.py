@@ -48,7 +48,6 @@ from zaya_plugin.checkpoint.convert.tables import (
 )
 from zaya_plugin.checkpoint.convert.torch_dist import CheckpointTensors
 from zaya_plugin.checkpoint.convert.values import Changed, OfLength, TensorContent, Values, Zeros, byte_blocks, whole
-from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.checkpoint.finished_files import FinishedFiles, bytes_in
 from zaya_plugin.checkpoint.reading import Reading
 from zaya_plugin.config.messages import check_transformers_has
@@ -363,12 +362,12 @@ def export_model(
         begins(size)
         finished = FinishedFiles(unfinished, _identity(export, shard))
         groups = safetensors_files.shards(export.tensors, shard)
-        names, files = safetensors_files.file_names(len(groups)), DirectFiles()
+        names = safetensors_files.file_names(len(groups))
         for name, tensors in zip(names, groups, strict=True):
             if name in finished.files:
                 progress(sum(tensor.bytes for tensor in tensors))
                 continue
-            checksums = safetensors_files.write_file(files, unfinished / name, tensors, progress)
+            checksums = safetensors_files.write_file(unfinished / name, tensors, progress)
             finished.note(name, bytes=(unfinished / name).stat().st_size, tensors=checksums)
         safetensors_files.write_index(unfinished, groups, names)
         write_json(unfinished / CONFIG, export.config)

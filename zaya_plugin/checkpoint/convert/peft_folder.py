@@ -25,7 +25,6 @@ from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.model_folder import check_new, copy_companions, json_object
 from zaya_plugin.checkpoint.convert.tables import Row
 from zaya_plugin.checkpoint.convert.values import TensorContent, as_bytes, whole
-from zaya_plugin.checkpoint.direct_file import DirectFiles
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.lock import locked
 
@@ -170,7 +169,7 @@ def export_adapter(
         unfinished.mkdir(parents=True)
         if tokenizer is not None:
             copy_companions(tokenizer, unfinished, trained.special_tokens)
-        safetensors_files.write_file(DirectFiles(), unfinished / WEIGHTS, tensors, lambda count: None)
+        safetensors_files.write_file(unfinished / WEIGHTS, tensors)
         exporting.write_json(unfinished / CONFIG, config_of(lora, trained.model, base or record["source"]))
         exporting.put_in_place(unfinished, output)
     return len(tensors)

@@ -23,7 +23,8 @@ import xxhash
 from zaya_plugin.checkpoint.convert.model_folder import json_object, without_weights
 from zaya_plugin.checkpoint.convert.tables import check_once
 from zaya_plugin.checkpoint.convert.values import Region, TensorContent
-from zaya_plugin.checkpoint.direct_file import DirectFiles
+from zaya_plugin.checkpoint.finished_files import write_large
+from zaya_plugin.checkpoint.places import ignore
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.whole_file import write_whole
 
@@ -124,9 +125,7 @@ def file_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
-def write_file(
-    files: DirectFiles, path: Path, tensors: list[TensorContent], progress: Callable[[int], None]
-) -> dict[str, str]:
+def write_file(path: Path, tensors: list[TensorContent], progress: Callable[[int], None] = ignore) -> dict[str, str]:
     """Write one file, durable before it has its name, and return the checksum of every tensor's values."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
@@ -136,7 +135,7 @@ def write_file(
         offset = place[1]
     head = json.dumps(entries, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the values are aligned
-    checksums, part = {}, path.with_name(path.name + ".part")
+    checksums = {}
 
     def content() -> Iterator[bytes | memoryview]:
         yield len(head).to_bytes(8, "little") + head
@@ -148,10 +147,7 @@ def write_file(
                 progress(len(block))
             checksums[tensor.name] = digest.hexdigest()
 
-    written = files.write(part, content(), checksum=False)["bytes"]
-    if written != 8 + len(head) + offset:
-        raise ValueError(f"{part} has {written} bytes, and {8 + len(head) + offset} were to be written")
-    part.rename(path)
+    write_large(path, content(), 8 + len(head) + offset)
     return checksums
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk, reading
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, TensorContent
-from zaya_plugin.checkpoint.finished_files import FinishedFiles
+from zaya_plugin.checkpoint.finished_files import FinishedFiles, write_large
 from zaya_plugin.checkpoint.places import at
 from zaya_plugin.checkpoint.rank_file import COMMON, FORMAT, Entry, index, saved
 from zaya_plugin.checkpoint.stored_boxes import Archive, values_of
@@ -95,13 +95,8 @@ class CheckpointWriter:
         if name in self.finished.files:
             progress(length)
             return
-        part = self.unfinished / (name + ".part")
         content = (data for tensor in tensors for data in archive(tensor.dtype, tensor.shape, tensor.blocks()))
-        written = at(part).write(content, progress, direct=True)
-        if written["bytes"] != length:
-            raise ValueError(f"{part} has {written['bytes']} bytes, and {length} were to be written")
-        part.rename(self.unfinished / name)
-        self.finished.note(name, **written)
+        self.finished.note(name, **write_large(self.unfinished / name, content, length, progress))
 
     def finish(self, arguments: Mapping, **facts) -> Path:
         """Write the index, Megatron's arguments and progress, and the manifest; give the folder its name."""
