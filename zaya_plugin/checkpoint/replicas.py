@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.ground.errors import message
 
 PIECE = 2**24  # elements hashed at once, for which 8 bytes each are taken
@@ -46,9 +47,7 @@ def check_replicas(model: Sequence[torch.nn.Module], optimizer=None) -> None:
                 if torch.is_tensor(value):
                     tensors.setdefault(group, {})[f"{key} of parameter {order} of optimizer {index}"] = value
     mine = [text for group, named in tensors.items() for text in _differences(group, named)]
-    everyone: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
-    if texts := sorted({text for texts in everyone for text in texts}):
+    if texts := sorted({text for texts in gathered(mine) for text in texts}):
         raise RuntimeError(
             message(
                 "checkpoint",
@@ -73,14 +72,14 @@ def _differences(group: ProcessGroup, named: dict[str, Tensor]) -> list[str]:
     if group.size() == 1:
         return []
     mine = torch.stack([content_hash(tensor) for tensor in named.values()])
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    torch.distributed.all_gather(gathered, mine, group=group)
+    hashes = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(hashes, mine, group=group)
     ranks = torch.distributed.get_process_group_ranks(group)
     return [
         f"{name} (rank {ranks[other]} and rank {ranks[0]})"
         for place, name in enumerate(named)
-        for other, theirs in enumerate(gathered)
-        if theirs[place] != gathered[0][place]
+        for other, theirs in enumerate(hashes)
+        if theirs[place] != hashes[0][place]
     ]
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from zaya_plugin.checkpoint.rank_file import (
     main_weights,
     without_derived,
 )
+from zaya_plugin.checkpoint.restore import gathered, on_rank_0
 from zaya_plugin.checkpoint.writer import Save
 
 FREE, BUSY, FAILED = 0, 1, 2  # states of a rank's writer; ranks agree on the largest
@@ -163,9 +165,7 @@ class Saver:
             ValueError: on all ranks, if the ranks' parts do not make whole tensors.
         """
         boxes, objects, common = contents(state)
-        owned: list = [None] * self.world
-        torch.distributed.all_gather_object(owned, main_weights(boxes))
-        shapes = {key: shape for of_rank in owned for key, shape in of_rank.items()}
+        shapes = {key: shape for owned in gathered(main_weights(boxes)) for key, shape in owned.items()}
         boxes, derived = without_derived(boxes, shapes)
         derived += [key for key in copied_weights(state) if key not in shapes]  # which `index` refuses
         if self.rank == 0:
@@ -174,17 +174,13 @@ class Saver:
         index_bytes = b""
         plans: list | None = [None] * self.world if self.rank == 0 else None
         torch.distributed.gather_object((self._file.entries, derived), plans, dst=0)
-        error: list[str | None] = [None]
-        if self.rank == 0:
-            try:
-                index_bytes = index(
-                    (entry for entries, _ in plans for entry in entries), (key for _, keys in plans for key in keys)
-                )
-            except ValueError as mismatch:
-                error = [str(mismatch)]
-        torch.distributed.broadcast_object_list(error, src=0)
-        if error[0]:
-            raise ValueError(error[0])
+
+        def make_index() -> None:  # kept here, not returned: only rank 0 writes it
+            nonlocal index_bytes
+            entries, keys = zip(*plans, strict=True)
+            index_bytes = index(chain.from_iterable(entries), chain.from_iterable(keys))
+
+        on_rank_0(make_index)
         file = self._file
         layout = dict(
             file=file.name, slices=file.slices, size=file.size, index=index_bytes.decode("latin-1"), format=FORMAT

@@ -27,6 +27,7 @@ from zaya_plugin.checkpoint.convert.peft_folder import read_adapter
 from zaya_plugin.checkpoint.convert.safetensors_files import shards
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, as_bytes
+from zaya_plugin.checkpoint.restore import gathered
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.model.build import build_zaya_model, groups_of_one
 from zaya_plugin.model.config import ZayaConfig
@@ -245,14 +246,12 @@ def stream_hf(
     chunks, rank = _unwrapped(model), torch.distributed.get_rank()
     mine = list(_main_copies(chunks))
     device = next(chunks[0].parameters()).device
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
     facts = [
         (t.key, *map(tuple, (t.global_shape, t.global_offset, t.local_shape)), cast(Tensor, t.data).dtype) for t in mine
     ]
-    torch.distributed.all_gather_object(everyone, facts)
     parts = [
         _Part(key, shape, place, _Broadcast(owner, kind, local, mine[n].data if owner == rank else None, device))
-        for owner, of_rank in enumerate(everyone)
+        for owner, of_rank in enumerate(gathered(facts))
         for n, (key, shape, place, local, kind) in enumerate(of_rank)
     ]
     planned, known = (
@@ -323,8 +322,7 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     except Exception as raised:
         error = raised
     mine = (result, None if error is None else (isinstance(error, ValueError), f"{error}", type(error).__name__))
-    outcomes: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(outcomes, mine)
+    outcomes = gathered(mine)
     if error is not None:
         raise error
     for rank, (_, failed) in enumerate(outcomes):
