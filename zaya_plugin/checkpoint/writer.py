@@ -204,25 +204,24 @@ class Writer:
 
     def write(self, file: Place) -> dict:
         """Write the rank's file, make it durable, and return its bytes and checksum."""
-        total, size = sum(length for _, length in self.slices), 0
+        size = 0
 
         def progress(count: int) -> None:
             nonlocal size
             size += count
             self.heed()
-            self.tell_rarely("writing", bytes=size, of=total)
+            self.tell_rarely("writing", bytes=size)
 
         parts = (self.memory[start : start + length] for start, length in self.slices)
         return file.write(parts, progress, direct=True)
 
     def describe(self, save: Save) -> None:
         """Wait for all ranks' files; write index and manifest."""
-        start = time.perf_counter()
         files = self.notes(save, "part")
         for name, text in ((on_disk.INDEX, self.index), (on_disk.FORMAT, self.format.encode())):
             files[name] = (save.folder / name).write([text])
         manifest.write(save.folder, save.iteration, files, **save.facts, save=save.number, ranks=save.world)
-        self.tell("described", bytes=sum(file["bytes"] for file in files.values()), waited=time.perf_counter() - start)
+        self.tell("described", bytes=sum(file["bytes"] for file in files.values()))
 
     def upload(self, save: Save, written: dict) -> None:
         """Complete the checkpoint on this node's disk, then copy this rank's file to the place that all nodes see."""
@@ -335,7 +334,7 @@ class Writer:
                 ranks = ", ".join(map(str, sorted(missing)[:8]))
                 raise OSError(f"nothing came from rank {ranks} within {save.deadline:g} s")
             self.heed(POLL_SECONDS)
-            self.tell_rarely("waiting", ranks=len(missing))
+            self.tell_rarely("waiting")
 
     def heed(self, seconds: float = 0) -> None:
         """Raise AbandonedError if the rank has given the save up; end this process if the rank has ended."""
