@@ -281,23 +281,21 @@ class Saver:
 
     def _hear(self, answer: dict) -> None:
         self._alive = time.monotonic()
-        if answer["state"] == "alive":
+        if (state := answer["state"]) == "alive":
             return
         self._heard = self._alive
         if self._save is None or answer["number"] != self._save.number or self._state != BUSY:
             return  # about a save that has ended
-        if answer["state"] in ("writing", "written"):
+        if state in ("writing", "written"):
             self._written = answer["bytes"]
-        if answer["state"] == "written":
+        if state == "written":
             self.rate = answer["bytes"] / max(answer["seconds"], 1e-9)
-        elif answer["state"] == "uploading":
+        elif state == "uploading":
             self._uploaded = answer["bytes"]
             self.upload_rate = answer["bytes"] / max(answer["seconds"], 1e-9)
-        elif answer["state"] == "done":
-            self._state = FREE
-        elif answer["state"] == "described":
+        elif state == "described":
             self._total = answer["bytes"]
-        elif answer["state"] == "complete":
+        elif state == "complete":
             self.completed = self._save.iteration
             now = time.monotonic()
             seconds, waited = now - self._began, self.waited + (now - self._waits_since if self._waits_since else 0.0)
@@ -305,15 +303,15 @@ class Saver:
                 f"step {self._save.iteration}: checkpoint saved: {self._total / 1e9:.2f} GB in {seconds:.1f} s, of "
                 f"which training waited {waited:.3f} s"
             )
-        elif answer["state"] == "abandoned":
+        elif state in ("done", "abandoned"):
             self._state = FREE
-        elif answer["state"] == "failed":
+        elif state == "failed":
             self._fail(f"rank {self.rank}: {answer['reason']}")
 
     def _lost(self, what: str, hangs: bool = False) -> None:
         was_busy = self._state == BUSY
-        self._staging_wait()
         if self.prepared:
+            self._staging.wait()
             what += self._revive()
         if was_busy and self.completed == self._save.iteration:
             self._state = FREE
@@ -321,10 +319,6 @@ class Saver:
             # A new writer would hang too, where the storage hangs;
             # the other ranks' writers have a deadline of their own.
             self._fail(f"rank {self.rank}: the process that writes it {what}", note=not hangs)
-
-    def _staging_wait(self) -> None:
-        if self._staging is not None:
-            self._staging.wait()
 
     def _fail(self, reason: str, note: bool = False) -> None:
         """End the save. note: the writer has to note it for the other ranks' writers, which would wait for this one."""
@@ -369,7 +363,7 @@ class Saver:
 
     def before_change(self, tensors) -> None:
         """Let the device wait until `tensors` are copied, before a kernel changes them."""
-        if self._staging is not None:
+        if self.prepared:
             self._staging.before_change(tensors)
 
     @property
@@ -420,7 +414,8 @@ class Saver:
 
     def close(self) -> None:
         """End the writer and give the memory back."""
-        self._staging_wait()
+        if self.prepared:
+            self._staging.wait()
         self._connection.close()  # the writer ends when it reads this
         try:
             self._process.wait(CLOSING)
