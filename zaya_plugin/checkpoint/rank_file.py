@@ -88,19 +88,14 @@ def _box(tensor: ShardedTensor) -> Box:
     return Box(tensor.key, tuple(tensor.global_offset), sizes, tuple(tensor.global_shape), values.view(-1))
 
 
-def without_derived(boxes: Iterable[Box], shapes: dict[str, tuple[int, ...]]) -> tuple[list[Box], list[str]]:
+def without_derived(boxes: Sequence[Box], shapes: dict[str, tuple[int, ...]]) -> tuple[list[Box], list[str]]:
     """Leave out the model's weights that a load derives from the fp32 weights. Return the boxes left, and the keys left
     out.
 
     shapes: of the fp32 weights that any rank owns, by the key of the parameter.
     """
-    left, derived = [], set()
-    for box in boxes:
-        if shapes.get(box.key) == box.shape:
-            derived.add(box.key)
-        else:
-            left.append(box)
-    return left, sorted(derived)
+    derived = {box.key for box in boxes if shapes.get(box.key) == box.shape}
+    return [box for box in boxes if box.key not in derived], sorted(derived)
 
 
 def main_weights(boxes: Iterable[Box]) -> dict[str, tuple[int, ...]]:
@@ -250,7 +245,7 @@ def padded_archive(archive: bytes, size: int) -> bytes:
     return archive[:-2] + room.to_bytes(2, "little") + bytes(room)
 
 
-def saved(value: Tensor | object) -> bytes:
+def saved(value: object) -> bytes:
     """Return an object as `torch.save` writes it."""
     archive = io.BytesIO()
     torch.save(value, archive)
