@@ -23,6 +23,7 @@ from zaya_plugin.checkpoint.convert import exporting
 from zaya_plugin.checkpoint.convert.adapters import Lora
 from zaya_plugin.checkpoint.convert.description import Description
 from zaya_plugin.checkpoint.convert.importing import Source, open_source
+from zaya_plugin.checkpoint.convert.loading import configuration
 from zaya_plugin.checkpoint.convert.peft_folder import read_adapter
 from zaya_plugin.checkpoint.convert.safetensors_files import shards
 from zaya_plugin.checkpoint.convert.tables import EMBEDDING
@@ -58,7 +59,7 @@ def zaya_from_hf(source: str | Path, **options) -> ZayaGPTModel:
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    config, sizes = _configuration(published, dict(groups, perform_initialization=False) | options)
+    config, sizes = configuration(published.model, dict(groups, perform_initialization=False) | options)
     stage = dict(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     )
@@ -73,17 +74,7 @@ def config_from_hf(source: str | Path, **options) -> tuple[ZayaConfig, dict[str,
     Args:
         source, options: as of `zaya_from_hf`.
     """
-    return _configuration(open_source(source), options)
-
-
-def _configuration(published: Source, options: dict[str, Any]) -> tuple[ZayaConfig, dict[str, Any]]:
-    model = published.model
-    return ZayaConfig(**model.config_fields() | options), dict(
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
-    )
+    return configuration(open_source(source).model, options)
 
 
 @torch.no_grad()
