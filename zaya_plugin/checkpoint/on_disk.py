@@ -152,8 +152,8 @@ def problems(directory: Place | Path, iteration: int) -> list[str]:
 
 
 def _missing_manifest(path: Path) -> list[str]:
-    """Return why a checkpoint without a manifest cannot be used: it is of this version, which writes one, or what
-    Megatron's arguments and progress cannot be read.
+    """Return why a checkpoint without a manifest cannot be used: it is of this version, which writes one, or Megatron's
+    arguments and progress cannot be read.
     """
     from megatron.core.dist_checkpointing import load_content_metadata
     from torch.distributed.checkpoint.api import CheckpointException
@@ -161,13 +161,13 @@ def _missing_manifest(path: Path) -> list[str]:
     try:
         is_ours = (load_content_metadata(str(path)) or {}).get(MANIFEST_MARK)
     except (Exception, CheckpointException) as broken:  # of damaged bytes come many types; torch's is no Exception
-        *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
-        return [f"{path}: its arguments and progress (common state) cannot be read ({reason})"]
+        return [f"{path}: its arguments and progress (common state) cannot be read ({_reason(broken)})"]
     return [f"{path / manifest.NAME} is missing"] if is_ours else []
 
 
 def _problems_by_index(path: Path) -> list[str]:
-    missing = [f"{path / name} is missing" for name in (FORMAT, INDEX) if not _filled(path / name)]
+    sizes = at(path).list()
+    missing = [f"{path / name} is missing" for name in (FORMAT, INDEX) if not sizes.get(name)]
     if missing:
         return missing
     from torch.distributed.checkpoint import FileSystemReader
@@ -180,11 +180,10 @@ def _problems_by_index(path: Path) -> list[str]:
     for stored in (index.storage_data or {}).values():
         ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
     for name, end in sorted(ends.items()):
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size is None:
+        if sizes.get(name) is None:
             missing.append(f"{path / name} is missing")
-        elif size < end:
-            missing.append(f"{path / name} has {size} bytes, its index requires {end}")
+        elif sizes[name] < end:
+            missing.append(f"{path / name} has {sizes[name]} bytes, its index requires {end}")
     return missing
 
 
@@ -212,10 +211,14 @@ def unreadable(path: Path, broken: BaseException) -> UnreadableError:
     """Return the error of a checkpoint of which torch or Megatron cannot read the index, arguments or progress.
     broken: theirs; torch's CheckpointException is no Exception.
     """
-    *_, reason = str(broken).strip().splitlines() or [repr(broken)]  # behind a traceback
-    problem = f"its index, arguments or progress cannot be read ({reason})"
+    problem = f"its index, arguments or progress cannot be read ({_reason(broken)})"
     fix = f"zaya checkpoint verify {path.parent} --step {iteration_of(path)}"
     return UnreadableError(message(str(path), problem=problem, allowed="an intact checkpoint", fix=fix))
+
+
+def _reason(broken: BaseException) -> str:
+    """Return the last line of an error's text, which stands behind a traceback."""
+    return (str(broken).strip().splitlines() or [repr(broken)])[-1]
 
 
 def newest_facts(directory: Path) -> tuple[Path, dict]:
@@ -247,7 +250,3 @@ def check_same_model(directory: Path, iteration: int, args) -> None:
         problem = "holds another model than the recipe: " + "; ".join(different)
         fix = "the recipe that wrote it, or run_dir=<another directory>"
         raise mistake(str(folder(directory, iteration)), problem=problem, fix=fix)
-
-
-def _filled(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
