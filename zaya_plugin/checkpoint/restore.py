@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,34 +83,38 @@ def finish_uploads(directory: Place | Path, nodes: Nodes) -> list[str]:
     """
     lines, directory = [], at(directory)
     for iteration, folder in on_rank_0(lambda: _interrupted(directory)):
-        files = on_rank_0(lambda folder=folder: manifest.read(folder)["files"])
-        complete_files = set(on_rank_0(lambda folder=folder, files=files: _with_its_size(folder, files)))
-        local = [
-            at(nodes.local) / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local
-        ]
-        sources = {name: path / name for path in local for name in _with_its_size(path, files)}
-        of_nodes = [set(names) for names in nodes.gathered(lambda sources=sources: list(sources))]
-        work, missing = _shared_out([name for name in files if name not in complete_files], nodes, of_nodes)
-        if missing:
-            lines.append(
-                f"WARNING: the upload of step {iteration} was interrupted and cannot be finished: {', '.join(missing)} "
-                "is on no node of this start"
-            )
-            continue
-        errors = []
-        for name in work:
-            try:
-                places.upload(sources[name], folder / name, files[name])
-            except (OSError, ValueError) as error:
-                errors.append(str(error))
-        if failures := [text for texts in gathered(errors) for text in texts]:
-            lines.append(f"WARNING: the upload of step {iteration} cannot be finished: {'; '.join(failures)}")
-            continue
-        on_rank_0(lambda folder=folder, iteration=iteration: _complete(folder, directory, iteration))
-        if len(complete_files) < len(files):
-            return [*lines, f"the interrupted upload of step {iteration} was finished"]
-        return [*lines, f"the checkpoint of step {iteration} was complete but for its folder's name, which it has now"]
+        finished, line = _finish_upload(directory, iteration, folder, nodes)
+        lines.append(line)
+        if finished:
+            break
     return lines
+
+
+def _finish_upload(directory: Place, iteration: int, folder: Place, nodes: Nodes) -> tuple[bool, str]:
+    """Complete one upload. Return whether that was possible, and a line about it."""
+    files = on_rank_0(lambda: manifest.read(folder)["files"])
+    complete_files = set(on_rank_0(lambda: _with_its_size(folder, files)))
+    local = [at(nodes.local) / name for name in (on_disk.folder(directory, iteration).name, folder.name) if nodes.local]
+    sources = {name: path / name for path in local for name in _with_its_size(path, files)}
+    of_nodes = [set(names) for names in nodes.gathered(lambda: list(sources))]
+    work, missing = _shared_out([name for name in files if name not in complete_files], nodes, of_nodes)
+    if missing:
+        return False, (
+            f"WARNING: the upload of step {iteration} was interrupted and cannot be finished: {', '.join(missing)} "
+            "is on no node of this start"
+        )
+    errors = []
+    for name in work:
+        try:
+            places.upload(sources[name], folder / name, files[name])
+        except (OSError, ValueError) as error:
+            errors.append(str(error))
+    if failures := [text for texts in gathered(errors) for text in texts]:
+        return False, f"WARNING: the upload of step {iteration} cannot be finished: {'; '.join(failures)}"
+    on_rank_0(lambda: _complete(folder, directory, iteration))
+    if len(complete_files) < len(files):
+        return True, f"the interrupted upload of step {iteration} was finished"
+    return True, f"the checkpoint of step {iteration} was complete but for its folder's name, which it has now"
 
 
 def _interrupted(directory: Place) -> list[tuple[int, Place]]:
@@ -142,7 +146,7 @@ def _shared_out(names: Iterable[str], nodes: Nodes, of_nodes: list[set[str]]) ->
     return mine, missing
 
 
-def _reader(name: str, ranks: list[int]) -> int:
+def _reader(name: str, ranks: Sequence[int]) -> int:
     """Return the rank of `ranks` that reads a file: the one that wrote it, else any, the same on all ranks."""
     writer = re.match(r"__(\d+)_", name)
     number = int(writer[1]) if writer else sum(name.encode())
@@ -192,7 +196,7 @@ def compare(directory: Place | Path, iteration: int, nodes: Nodes | None = None)
     local = None if nodes.local is None else at(nodes.local / path.name)
     has = nodes.gathered(lambda: _with_its_size(local, files) if local else [])
     ranks = nodes.ranks[nodes.own]
-    mine = [name for name in sorted(has[nodes.own]) if _reader(name, list(ranks)) == torch.distributed.get_rank()]
+    mine = [name for name in sorted(has[nodes.own]) if _reader(name, ranks) == torch.distributed.get_rank()]
     wrong = gathered(_damaged(local, files, mine) if local else {})
     notes = [text for of_rank in wrong for text in of_rank.values()]
     good = [set(names) - {name for rank in nodes.ranks[i] for name in wrong[rank]} for i, names in enumerate(has)]
