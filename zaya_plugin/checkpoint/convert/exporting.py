@@ -307,10 +307,11 @@ def plan(
     trained = replace(trained, model=model)
 
     computed = torch.bfloat16 if getattr(trained.arguments, "bf16", False) else torch.float32
-    of_biases = getattr(torch, imported["biases"]) if imported and dtype is None else torch.float32
     if imported and dtype is None:
-        reason = f"The balancing biases are {str(of_biases)[6:]}, as in the imported files."
+        of_biases = getattr(torch, imported["biases"])
+        reason = f"The balancing biases are {imported['biases']}, as in the imported files."
     else:
+        of_biases = torch.float32
         reason = "The balancing biases are fp32: in bf16 their steps are as large as what balancing moves them by."
 
     def as_written(name: str, parts: list[Values]) -> torch.dtype:
