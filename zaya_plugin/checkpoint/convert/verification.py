@@ -91,16 +91,16 @@ def _logits(model: Description, tensors: Mapping[str, Values], folder: Path, rea
     ours = our_logits(model, tensors, ids)
     gc.collect()
     name, theirs = reader(folder, ids)
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True)]
-    worst = min(errors)
-    if not worst < CLOSE:
+    difference = min(((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
+    if not difference < CLOSE:
         raise mistake(
             str(folder),
-            problem=f"logits of {length} tokens differ by {worst:.1e}, relative to their norm",
+            problem=f"logits of {length} tokens differ by {difference:.1e}, relative to their norm",
             allowed=f"below {CLOSE:g}",
         )
     return (
-        f"Logits of {length} tokens in fp32 on a CPU equal those of {name} within {worst:.1e}, relative to their norm."
+        f"Logits of {length} tokens in fp32 on a CPU equal those of {name} within {difference:.1e}, relative to "
+        "their norm."
     )
 
 
