@@ -20,8 +20,8 @@ SLIDING = "hybrid_sliding"  # native's type of a layer with a sliding window
 LARGEST_NUMBER = 2**53  # whole numbers up to this one are exact in every reader of JSON
 # Field -> the values of a model that this project has, in all layouts.
 CONSTANTS: dict[str, tuple] = {
-    **dict.fromkeys(("hidden_act",), ("silu",)),
-    **dict.fromkeys(("activation_func",), ("swiglu",)),
+    "hidden_act": ("silu",),
+    "activation_func": ("swiglu",),
     **dict.fromkeys(("num_experts_per_tok", "moe_router_topk"), (1,)),
     **dict.fromkeys(("cca_time0", "cca_time1"), (2,)),
     **dict.fromkeys(("tie_word_embeddings", "cca", "gated_linear_unit", "scale_residual_merge"), (True,)),
@@ -29,8 +29,8 @@ CONSTANTS: dict[str, tuple] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, None)),
     **dict.fromkeys(("rope_scaling", "use_rope_scaling", "quantization_config", "auto_map"), _NONE),
     **dict.fromkeys(("smoe_mod_per", "smoe_inhibitory", "smoe_p_switch"), (None, False, 0)),
-    **dict.fromkeys(("model_type",), ("zaya", "smoe")),
-    **dict.fromkeys(("normalization",), ("RMSNorm",)),
+    "model_type": ("zaya", "smoe"),
+    "normalization": ("RMSNorm",),
 }
 # Fields that do not change what the model computes: of serving, of loading, and those that every file of transformers
 # has.
