@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zaya_plugin.checkpoint.direct_file import PIECE
 from zaya_plugin.checkpoint.stored_boxes import read_into
-
-PIECE = 16 * 2**20  # bytes read or written at once
 
 
 class Values(Protocol):
