@@ -165,8 +165,7 @@ def rows(layout: str, model: Description) -> Iterator[Row]:
         ours, theirs = entry[0], entry[column]
         shape = tuple(sizes[letter] if letter in sizes else int(letter) for letter in entry[3].split())
         for layer in layers_of(ours, model):
-            end = layer == model.num_layers - 1 if layer is not None else None
-            place = {"l": layer} if layer is None else _places(layer, end)
+            place = {} if layer is None else _places(layer, last=layer == model.num_layers - 1)
             experts = range(model.num_experts) if "{e}" in ours else (None,)
             names = tuple(ours.format(l=layer, e=expert) for expert in experts)
             if "{e}" in ours and "{e}" not in theirs:
@@ -243,10 +242,14 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
     Raises:
         ValueError: a tensor that shows a size is missing or has another number of dimensions.
     """
-    (column, rename), stage = LAYOUTS[layout], {"l": 0, "a": 0, "m": 1, "e": 0}
+    column, rename = LAYOUTS[layout]
+
+    def name_in(layer: int, ours: str) -> str:
+        theirs = next(entry[column] for entry in TABLE if entry[0] == ours)
+        return rename(theirs.format(**_places(layer, last=False), e=0))
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
-        name = rename(next(entry[column] for entry in TABLE if entry[0] == ours).format(**stage))
+        name = name_in(0, ours)
         if len(shapes.get(name, ())) != dimensions or not all(shapes[name]):
             state = f"has the shape {list(shapes[name])}" if name in shapes else "is missing"
             raise mistake(
@@ -270,8 +273,6 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
         matches = [re.search(r"stage\.1\..*local_experts\.(\d+)\.", _stage(name)) for name in shapes]
         experts = 1 + max(int(match[1]) for match in matches if match)
         _check_number(layout, experts, "experts", shapes)
-    gamma = rename(next(entry[column] for entry in TABLE if entry[0] == EDA_SCALE))
-    of_second = rename(gamma).format(l=1, m=3)
     heads, groups = (shape(_CCA + name, 2)[0] // channels for name in ("linear_q.weight", "linear_k.weight"))
     for possible, problem, allowed in (
         (channels % 2 == 0, f"heads have {channels} channels, and RoPE rotates pairs", "an even number"),
@@ -294,7 +295,7 @@ def sizes_of(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ob
         "moe_ffn_hidden_size": fc2[-1],
         "router_hidden_size": shape(_ROUTER + "down_proj.weight", 2)[0],
         "vocab_size": vocabulary,
-        "router_eda": of_second in shapes or stages <= (1 if layout == "native" else 2),
+        "router_eda": name_in(1, EDA_SCALE) in shapes or stages <= (1 if layout == "native" else 2),
         "moe_skip_expert": shape(_ROUTER + "out_proj.weight", 2)[0] > experts,
     }
 
