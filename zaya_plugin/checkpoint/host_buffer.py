@@ -59,10 +59,6 @@ class HostBuffer:
         """Set bytes."""
         self.memory[start : start + len(data)] = data
 
-    def view(self, start: int, like: Tensor) -> Tensor:
-        """Return the bytes from `start` on as a tensor with the shape and dtype of `like`."""
-        return self.bytes[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
     def release(self) -> None:
         """Give the memory back; copies into it must have ended."""
         if self.pinned:
@@ -70,6 +66,11 @@ class HostBuffer:
             self.pinned = False
         self.bytes, self.memory = torch.empty(0, dtype=torch.uint8), None
         os.ftruncate(self.descriptor, 0)
+
+
+def view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the bytes of `memory` from `start` on as a tensor with the shape and dtype of `like`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 class Staging:
@@ -82,7 +83,7 @@ class Staging:
 
     def __init__(self, buffer: HostBuffer, tensors: Sequence[tuple[int, Tensor]]):
         self.on_device = any(tensor.is_cuda for _, tensor in tensors)
-        self._pairs = [(buffer.view(start, tensor), tensor) for start, tensor in tensors]
+        self._pairs = [(view(buffer.bytes, start, tensor), tensor) for start, tensor in tensors]
         self._events: list[torch.cuda.Event] = []
         self._in_flight = False
         if not self.on_device:
@@ -96,7 +97,7 @@ class Staging:
             together = torch.empty(end - first, dtype=torch.uint8, device=small[0][1].device)
             for start, tensor in small:  # one kernel for each dtype
                 places, tensors = self._small.setdefault(tensor.dtype, ([], []))
-                places.append(together[start - first :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                places.append(view(together, start - first, tensor))
                 tensors.append(tensor)
             large.insert(0, (buffer.bytes[first:end], together))
         self._groups: list[list[tuple[Tensor, Tensor]]] = []
