@@ -97,8 +97,7 @@ def removable(
     """Return the iterations that may be removed: complete, with a manifest, and older than the newest `keep_last` of
     those up to `newest`; never a multiple of `keep_every`, nor a link to a folder elsewhere. keep_last=0 keeps all.
     """
-    own = [i for i in iterations(directory) if has_manifest(folder(directory, i))]
-    own = [i for i in own if newest is None or i <= newest]
+    own = [i for i in iterations(directory) if (newest is None or i <= newest) and has_manifest(folder(directory, i))]
     complete = [i for i in own if not problems(directory, i)]
     older = complete[:-keep_last] if keep_last else []
     links = {i for i in older if (path := at(folder(directory, i)).path) is not None and path.is_symlink()}

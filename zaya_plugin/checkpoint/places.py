@@ -248,7 +248,7 @@ def to_text(place: Place) -> str:
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
         problem = "the writer's process cannot import the class"
         raise mistake("place", f"{kind.__module__}.{kind.__qualname__}", problem=problem, allowed="a class of a module")
-    return f"{type(place).__module__}:{type(place).__qualname__}:{place.address}"
+    return f"{kind.__module__}:{kind.__qualname__}:{place.address}"
 
 
 def from_text(text: str) -> Place:

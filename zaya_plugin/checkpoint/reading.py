@@ -86,7 +86,7 @@ def begin(path: Path, step: int | None = None, key: str = "CKPT", compare: bool 
             break  # else the run has removed it after the choice, and has a newer one
     directory, iteration = folder.parent, on_disk.iteration_of(folder)
     if not (broken := on_disk.problems(directory, iteration)):
-        if not on_disk.has_manifest(folder):
+        if not has_manifest:
             print(f"note: {folder} has no {manifest.NAME}, so its content was compared with nothing", file=sys.stderr)
         elif compare:
             files = manifest.read(folder)["files"]
