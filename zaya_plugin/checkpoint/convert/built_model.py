@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -93,12 +93,7 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
     """
     chunks = _unwrapped(model)
     published = source if isinstance(source, Source) else open_source(source, download=False)
-    sharded = [
-        tensor
-        for chunk in chunks
-        for tensor in chunk.sharded_state_dict(whole=True).values()
-        if isinstance(tensor, ShardedTensor) and ADAPTER not in tensor.key
-    ]
+    sharded = [tensor for tensor in _sharded_tensors(chunks, whole=True) if ADAPTER not in tensor.key]
     table = next((tensor.global_shape[0] for tensor in sharded if tensor.key == EMBEDDING), published.model.vocab_size)
     config = chunks[0].config
     theirs = published.model
@@ -128,7 +123,7 @@ def load_hf(model: nn.Module | Sequence[nn.Module], source: str | Path | Source)
             )
     for tensor in sharded:
         if tensor.key not in shapes:
-            tensor.data.zero_()
+            cast(Tensor, tensor.data).zero_()
         else:
             first = tensor.global_offset[0]
             copy_part(tensor, published.tensors[tensor.key].rows(first, first + tensor.local_shape[0]))
@@ -154,8 +149,8 @@ def load_adapter(model: nn.Module | Sequence[nn.Module], folder: Path) -> None:
     config = chunks[0].config
     # no tensor of an adapter depends on the vocabulary
     tensors = read_adapter(folder, cast(Lora, Lora.of(config)), Description.of_config(config, 1))
-    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict().values()):
-        if isinstance(tensor, ShardedTensor) and tensor.key in tensors:
+    for tensor in _sharded_tensors(chunks):
+        if tensor.key in tensors:
             first = tensor.global_offset[0]
             copy_part(tensor, tensors[tensor.key][first : first + tensor.local_shape[0]])
 
@@ -235,7 +230,7 @@ def stream_hf(
             RuntimeError that names rank 0 and the exception's class for any other.
     """
     chunks, rank = _unwrapped(model), torch.distributed.get_rank()
-    mine = list(_main_copies(chunks))
+    mine = _main_copies(chunks)
     device = next(chunks[0].parameters()).device
     facts = [
         (t.key, *map(tuple, (t.global_shape, t.global_offset, t.local_shape)), cast(Tensor, t.data).dtype) for t in mine
@@ -245,10 +240,8 @@ def stream_hf(
         for owner, of_rank in enumerate(gathered(facts))
         for n, (key, shape, place, local, kind) in enumerate(of_rank)
     ]
-    planned, known = (
-        exporting.plan(_put_together(Path(), chunks[0], parts), layout, dtype),
-        {} if sent is None else sent,
-    )
+    planned = exporting.plan(_put_together(Path(), chunks[0], parts), layout, dtype)
+    known = {} if sent is None else sent
     for group in shards(planned.tensors, bucket_bytes):
         contents = {tensor.name: bytearray(b"".join(tensor.blocks())) for tensor in group}
         checksums = {name: xxhash.xxh3_128_hexdigest(content) for name, content in contents.items()}
@@ -323,11 +316,19 @@ def _on_all_ranks(step: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
-def _main_copies(chunks: list[ZayaGPTModel]) -> Iterator[ShardedTensor]:
-    """Yield the tensors of which this rank has the main copy."""
-    for tensor in (tensor for chunk in chunks for tensor in chunk.sharded_state_dict(whole=True).values()):
-        if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
-            yield tensor
+def _sharded_tensors(chunks: list[ZayaGPTModel], whole: bool = False) -> list[ShardedTensor]:
+    """Return this rank's parts of a model's tensors. whole: as of `sharded_state_dict`."""
+    return [
+        value
+        for chunk in chunks
+        for value in chunk.sharded_state_dict(whole=whole).values()
+        if isinstance(value, ShardedTensor)
+    ]
+
+
+def _main_copies(chunks: list[ZayaGPTModel]) -> list[ShardedTensor]:
+    """Return the tensors of which this rank has the main copy."""
+    return [tensor for tensor in _sharded_tensors(chunks, whole=True) if is_main_replica(tensor.replica_id)]
 
 
 def _write_parts(path: Path, chunks: list[ZayaGPTModel]) -> list[_Part]:
