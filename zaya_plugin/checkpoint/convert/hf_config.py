@@ -80,6 +80,12 @@ class _Fields:
             raise self.refuse(name, f"{value!r} is not possible", allowed)
         return value
 
+    def whole(self, name: str, value: Any) -> int:
+        """Return `value`, which the field states; raise unless it is a whole number above 0."""
+        if self.checked(name, value, LARGEST_NUMBER) != int(value):
+            raise self.refuse(name, f"{value} is not supported", "a whole number")
+        return int(value)
+
     def truth(self, name: str) -> bool | None:
         """Return a field that is true or false, None if it is absent or null."""
         if (value := self.get(name)) not in (None, True, False):
@@ -164,10 +170,8 @@ def read(layout: str, values: dict[str, Any], sizes: dict[str, Any], where: str)
     model = Description(
         **(sizes | choices),
         router_norm_epsilon=ROUTER_EPSILON.get(layout),
-        max_position_embeddings=_whole(
-            fields,
-            "max_position_embeddings",
-            fields.get("max_position_embeddings", Description.max_position_embeddings),
+        max_position_embeddings=fields.whole(
+            "max_position_embeddings", fields.get("max_position_embeddings", Description.max_position_embeddings)
         ),
         init_method_std=fields.number("initializer_range", Description.init_method_std),
         bos=fields.token("bos_token_id"),
@@ -195,7 +199,7 @@ def _native(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     if (sees is not False) != (SLIDING in types) or sees == 1:
         problem = "contradicts layer_types, or a token sees itself alone"
         raise fields.refuse("sliding_window", problem, f"at least 2 with layers {SLIDING}, null without")
-    windows = [(_whole(fields, "sliding_window", sees) - 1) * (kind == SLIDING) if sees else 0 for kind in types]
+    windows = [(fields.whole("sliding_window", sees) - 1) * (kind == SLIDING) if sees else 0 for kind in types]
     for name in ("router_eda", "moe_skip_expert"):
         if not sizes[name]:
             raise mistake("tensors", problem=f"native models always have {name}", allowed="all tensors of the layout")
@@ -256,7 +260,7 @@ def _rope(fields: _Fields, entry: dict[str, Any]) -> tuple[int, float]:
     if entry or base is None or share is None:
         problem = f"unknown: {sorted(entry)}" if entry else "lacks rope_theta or partial_rotary_factor"
         raise fields.refuse("rope_parameters", problem, "rope_theta, rope_type, partial_rotary_factor")
-    return _whole(fields, "rope_parameters", base), fields.checked("rope_parameters", share, 1)
+    return fields.whole("rope_parameters", base), fields.checked("rope_parameters", share, 1)
 
 
 def _windows(fields: _Fields, name: str, windows: list[int]) -> dict[str, Any]:
@@ -307,7 +311,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
         fields.per_stage(name, per_pair((0, None, *of_moe), of_moe), "does not fit the tensors")
     choices, window_base = _legacy_windows(fields, pairs), get("swa_rotary_base")
     if choices:
-        choices["swa_rotary_base"] = _whole(fields, "swa_rotary_base", window_base)
+        choices["swa_rotary_base"] = fields.whole("swa_rotary_base", window_base)
     for name, size in (("use_mod", "moe_skip_expert"), ("use_eda", "router_eda")):
         for family in ("zaya", "smoe"):
             if get(f"{family}_{name}", sizes[size]) != sizes[size] and pairs > (name == "use_eda"):
@@ -321,7 +325,7 @@ def _legacy(fields: _Fields, sizes: dict[str, Any]) -> dict[str, Any]:
     if in_fp32 is None:
         notes.append(f"{fields.where}: residual_in_fp32 is not stated; the recipe decides")
     return choices | {
-        "rotary_base": _whole(fields, "rope_theta", base),
+        "rotary_base": fields.whole("rope_theta", base),
         "rotary_percent": fields.checked("partial_rotary_factor", share, 1),
         "norm_epsilon": fields.checked("norm_epsilon", Description.norm_epsilon if epsilon is None else epsilon, 1),
         "temperature_form": "clamped_exp" if fields.truth("clamp_temp") else "linear",
@@ -337,20 +341,11 @@ def _legacy_windows(fields: _Fields, pairs: int) -> dict[str, Any]:
     stages = fields.get("swa_layers", [0] * 2 * pairs)
     if not isinstance(stages, list) or len(stages) < 2 * pairs or any(stages[1 : 2 * pairs : 2]):
         raise fields.refuse("swa_layers", "is not a window a stage", f"{2 * pairs} numbers, 0 for every second stage")
-    windows = [
-        0 if not value else _whole(fields, "swa_layers", fields.checked("swa_layers", value))
-        for value in stages[: 2 * pairs : 2]
-    ]
+    windows = [0 if not value else fields.whole("swa_layers", value) for value in stages[: 2 * pairs : 2]]
     choices = _windows(fields, "swa_layers", windows)
     if fields.get("sliding_window") not in (None, False, max(windows)):
         raise fields.refuse("sliding_window", "contradicts swa_layers", f"null or {max(windows)}")
     return choices
-
-
-def _whole(fields: _Fields, name: str, value: Any) -> int:
-    if fields.checked(name, value, LARGEST_NUMBER) != int(value):
-        raise fields.refuse(name, f"{value} is not supported", "a whole number")
-    return int(value)
 
 
 def write(layout: str, model: Description, dtype: str) -> dict[str, Any]:
