@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from zaya_plugin.checkpoint import manifest, on_disk, reading
 from zaya_plugin.checkpoint.convert.values import Boxes, Region, TensorContent
@@ -38,9 +38,6 @@ class CheckpointTensors:
             self.index = FileSystemReader(self.folder).read_metadata()
         except Exception as broken:  # unpickling damaged bytes can raise many types
             raise on_disk.unreadable(self.folder, broken) from broken
-        self.parts: dict[str, list] = {}
-        for key, info in self.index.storage_data.items():
-            self.parts.setdefault(key.fqn, []).append((tuple(key.offset or ()), info))
 
     def arguments(self) -> argparse.Namespace:
         """Return Megatron's arguments of the save."""
@@ -53,19 +50,19 @@ class CheckpointTensors:
 
     def values(self, key: str) -> Boxes:
         """Return a tensor's values. All parts have the dtype in which they are stored, whatever the index says."""
-        entry, infos = self.index.state_dict_metadata[key], dict(self.parts[key])
+        entry, stored = self.index.state_dict_metadata[key], self.index.storage_data
         boxes = []
         for chunk in entry.chunks:
             place, shape = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = infos.get(place) or infos[()]
+            info = stored.get(MetadataIndex(key, place)) or stored[MetadataIndex(key)]
             path = self.folder / info.relative_path
             dtype, start = values_of(Archive(path, info.offset, info.length), shape)
             boxes.append((place, Region(path, start, dtype, shape)))
-        stored = sum(prod(region.shape) for _, region in boxes)
+        count = sum(prod(region.shape) for _, region in boxes)
         dtypes = {region.dtype for _, region in boxes}
-        if stored != prod(entry.size) or len(dtypes) != 1:
+        if count != prod(entry.size) or len(dtypes) != 1:
             raise mistake(
-                key, problem=f"its parts have {stored} elements of {prod(entry.size)}, in {len(dtypes)} dtypes"
+                key, problem=f"its parts have {count} elements of {prod(entry.size)}, in {len(dtypes)} dtypes"
             )
         return Boxes(dtypes.pop(), tuple(entry.size), tuple(boxes))
 
