@@ -86,9 +86,8 @@ def peft_tensors(lora: Lora, model: Description) -> Iterator[PeftTensor]:
             theirs = f"{module}.base_layer" if weight == "gate_up_proj" else module
         else:
             theirs = row.name.removesuffix(".weight")
+        stack, shared = (len(row.ours), lora.shared) if row.stacked else (0, False)
         for second, part in enumerate(("lora_A", "lora_B")):
-            stack = len(row.ours) if row.stacked else 0
-            shared = row.stacked and lora.shared
             yield PeftTensor(f"{PREFIX}{theirs}.{part}.weight", begin + part, stack, bool(second), shared)
     for row in lora.retrained(model):
         yield PeftTensor(PREFIX + row.name, row.ours[0])
