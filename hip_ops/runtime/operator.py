@@ -26,6 +26,7 @@ Both ways give the same results, gradients and errors.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from hip_ops.errors import NotCompiled, mistake
 from hip_ops.runtime.choice import Versions, warn_once
@@ -262,7 +263,6 @@ class Operator(Versions):
         assert all(p.default is p.empty for p in signature.parameters.values()), f"{self.name}: defaults"
         parameters = list(signature.parameters)
         self.declaration = Declaration(self.name, parameters, takes, rule)
-        self._compiled: Callable | None = None
         self._mutated = tuple(parameters.index(name) for name in mutates)
         schema = torch.library.infer_schema(reference, mutates_args=tuple(mutates))
         self.registered = torch.library.custom_op(
@@ -326,8 +326,9 @@ class Operator(Versions):
         if not self.registered._opoverload._schema.returns:
             return None
         first = _first_tensor(arguments)
-        results = self.reference(*(_on_meta(argument) for argument in arguments))
-        return tree_map(lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
+        on_meta = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), arguments)
+        results = self.reference(*on_meta)
+        return tree_map_only(Tensor, lambda result: first.new_empty(result.shape, dtype=result.dtype), results)
 
     def run(self, *arguments: Any) -> Any:
         """Check the arguments and call the first version that takes them, without gradients; fp64 calls the
@@ -356,6 +357,10 @@ class Operator(Versions):
             dtype = str(first.dtype).removeprefix("torch.")
             warn_once(key, text, request.source, self.name, dtype, tuple(first.shape))
 
+    @functools.cached_property
+    def _compiled(self) -> Callable:
+        return compile_function(self.reference)
+
     def _function_of(self, version: str) -> Callable:
         """Return the function of `version`: `<operator>` of hip_ops/ops/<folder>/<version>.py, which it imports.
         compiled is made from the reference.
@@ -363,16 +368,8 @@ class Operator(Versions):
         if version == "reference":
             return self.reference
         if version == "compiled":
-            if self._compiled is None:
-                self._compiled = compile_function(self.reference)
             return self._compiled
         return getattr(importlib.import_module(f"{self.module}.{version}"), self.reference.__name__)
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_on_meta(item) for item in value]
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 def _first_tensor(values: Iterable) -> Tensor | None:
