@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from hip_ops.runtime.launch import INTEGERS
 
@@ -114,21 +115,19 @@ def copied(value: Any) -> Any:
     """Copy tensors, also inside lists and tuples, with their strides and in a buffer of the same size, because an
     operator may depend on them.
     """
-    if isinstance(value, torch.Tensor):
-        buffer = value.new_empty(value.untyped_storage().nbytes() // value.itemsize)
-        return buffer.as_strided(value.shape, value.stride()).copy_(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        buffer = tensor.new_empty(tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return buffer.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    return tree_map_only(torch.Tensor, copy, value)
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in `value`, also inside lists and tuples, with their names for messages."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from tensors_of(item, f"{name}[{place}]")
+    """Yield the tensors in `value`, also inside lists and tuples, with their names for messages: `result[0]`."""
+    for path, item in tree_leaves_with_path(value):
+        if isinstance(item, torch.Tensor):
+            yield f"{name}{keystr(path)}", item
 
 
 def compare_tensors(got: list, want: list, tolerance: float | None) -> str | None:
