@@ -62,12 +62,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_rows(tensor: Tensor) -> Tensor:
     """Return [..., h] as [rows, h] with contiguous rows; a copy only where no such view exists."""
-    if tensor.dim() == 2:
-        flat = tensor
-    elif tensor.dim() > 2:
-        flat = tensor.flatten(0, -2)
-    else:
-        flat = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    flat = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] < 2 else flat.contiguous()
 
 
