@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from typing import Any
 
 import torch
 
-from hip_ops.errors import mistake
+from hip_ops.errors import mistake, warn_once
 from hip_ops.runtime.launch import architecture
 
-logger = logging.getLogger("hip_ops")
 DISTRIBUTION = "amd-aiter"  # PyPI's package `aiter` is an unrelated library
 READ_RELEASES = ("0.1.14.post1", "0.1.18", "0.1.19.post2", "0.1.20.post1")  # tests/stand_ins/aiter-*.json
 RELEASES = f"the releases {', '.join(READ_RELEASES)}, whose sources were read"
@@ -86,17 +84,12 @@ def available(device: torch.device, first: str) -> str | None:
     if reason is None and architecture(device) not in ARCHITECTURES:
         reason = f"AITER's kernels are for {' and '.join(ARCHITECTURES)}, not for {architecture(device)}"
     if reason is None:
-        _announce(installed())
+        text = (
+            "hip_ops: aiter %s was requested. This project has not run it on any device; it is compared with the "
+            "reference before its first use"
+        )
+        warn_once(("aiter", installed()), text, installed())
     return reason
-
-
-@functools.cache
-def _announce(version: str) -> None:
-    text = (
-        "hip_ops: aiter %s was requested. This project has not run it on any device; it is compared with the reference "
-        "before its first use"
-    )
-    logger.warning(text, version)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hip_ops.errors import mistake
+from hip_ops.errors import mistake, warn_once
 from hip_ops.runtime.build import prebuilt, shipped
 from hip_ops.runtime.code_objects import serves
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
@@ -26,14 +26,6 @@ from hip_ops.versions import ANY_ORDER, NOT_RUN, Request, selection
 
 logger = logging.getLogger("hip_ops")
 _checking = threading.RLock()  # autograd's threads may reach the first use together
-_warnings: set[tuple] = set()  # of those that were written; one for a failed build, not one per operator
-
-
-def warn_once(key: tuple, text: str, *values: Any) -> None:
-    """Write a warning, unless one with this key was written."""
-    if key not in _warnings:
-        _warnings.add(key)
-        logger.warning(text, *values)
 
 
 def missing(version: str, device: torch.device, named: bool) -> str | None:

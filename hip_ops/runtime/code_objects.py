@@ -21,7 +21,6 @@ import functools
 import hashlib
 import importlib
 import json
-import logging
 import os
 import struct
 from collections.abc import Sequence
@@ -32,13 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hip_ops.errors import NotCompiled
+from hip_ops.errors import NotCompiled, warn_once
 from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, files_digest, requested_library, shipped_folder
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.runtime.launch import architecture, on
 from hip_ops.runtime.launchers import bind, linked_major, own_maps, the_runtime
 
-logger = logging.getLogger("hip_ops")
 OBJECTS_MANIFEST = "objects.json"
 # The files that hold device code of the shipped kernels, below hip_ops.
 KERNEL_SOURCES = (
@@ -58,7 +56,6 @@ MAX_REMEMBERED_CALLS = 4096
 ARGUMENT_BUFFER, ARGUMENT_SIZE, END = 1, 2, 3
 
 _refused: dict[str, str] = {}  # targets whose objects could not be loaded, and why
-_announced: set[str] = set()
 
 
 class Call(NamedTuple):
@@ -355,7 +352,6 @@ def launch_triton_kernel(
 
 
 def _announce(key: str, text: str) -> None:
-    """Write a warning, unless one with this key was written; one a machine."""
-    if key not in _announced and os.environ.get("LOCAL_RANK", "0") == "0":
-        _announced.add(key)
-        logger.warning("%s", text)
+    """Write a warning once, by the first process of a machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warn_once((key,), "%s", text)

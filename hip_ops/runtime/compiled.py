@@ -17,7 +17,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hip_ops.runtime.choice import missing, warn_once
+from hip_ops.errors import warn_once
+from hip_ops.runtime.choice import missing
 from hip_ops.versions import selection
 
 P = ParamSpec("P")

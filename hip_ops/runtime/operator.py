@@ -40,8 +40,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from hip_ops.errors import NotCompiled, mistake
-from hip_ops.runtime.choice import Versions, warn_once
+from hip_ops.errors import NotCompiled, mistake, warn_once
+from hip_ops.runtime.choice import Versions
 from hip_ops.runtime.code_objects import objects_identity
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.launch import wide

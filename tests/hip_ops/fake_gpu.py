@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
+from hip_ops import errors
 from hip_ops.runtime import choice, launchers, operator
 from hip_ops.runtime.self_check import differences
 
@@ -31,7 +32,7 @@ class FakeGpu:
             "differences",
             lambda a, b, example, _, *given, **more: differences(a, b, example, CPU, *given, **more),
         )
-        monkeypatch.setattr(choice, "_warnings", set())
+        monkeypatch.setattr(errors, "_warnings", set())
         monkeypatch.setattr(launchers, "_failures", {})
         found = SimpleNamespace(find_spec=lambda name: object() if self.triton else None)
         monkeypatch.setattr(choice, "importlib", SimpleNamespace(util=found))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hip_ops import errors
 from hip_ops.errors import NotCompiled
 from hip_ops.ops.router_mlp import _forward, reference, triton
 from hip_ops.runtime import code_objects, operator
@@ -40,7 +41,7 @@ def fresh(monkeypatch):
     """Nothing was read, refused or announced before."""
     monkeypatch.delenv("HIP_OPS_LIBRARY", raising=False)
     monkeypatch.setattr(code_objects, "_refused", {})
-    monkeypatch.setattr(code_objects, "_announced", set())
+    monkeypatch.setattr(errors, "_warnings", set())
     code_objects._read.cache_clear()
     yield
     code_objects._read.cache_clear()

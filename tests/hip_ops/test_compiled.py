@@ -8,8 +8,8 @@ import functools
 import pytest
 import torch
 
-from hip_ops import use_kernels
-from hip_ops.runtime import choice, compiled
+from hip_ops import errors, use_kernels
+from hip_ops.runtime import compiled
 from hip_ops.runtime.operator import all_operators
 
 pytestmark = pytest.mark.usefixtures("nothing_selected")
@@ -72,7 +72,7 @@ def test_a_formula_whose_compilation_fails(monkeypatch, caplog):
 
     monkeypatch.setattr(compiled, "missing", lambda version, device, named: None)
     monkeypatch.setattr(compiled, "Tensor", OnAccelerator)
-    monkeypatch.setattr(choice, "_warnings", set())
+    monkeypatch.setattr(errors, "_warnings", set())
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     formula, x, accelerator = compiled.formula(add_), torch.ones(2), OnAccelerator()
     assert [formula(x, torch.zeros(2), accelerator).tolist() for _ in range(2)] == [[1.0, 1.0]] * 2

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hip_ops import errors
 from hip_ops.runtime import aiter as runtime_aiter
-from hip_ops.runtime import choice
 from tests.stand_ins import aiter as stand_in
 from zaya_plugin.model import core_attention as module
 from zaya_plugin.model.core_attention import (
@@ -36,7 +36,7 @@ def nothing_is_kept():
 
 
 def forget():
-    choice._warnings.clear()
+    errors._warnings.clear()
     core_attention.cache_clear()
     attention_of.cache_clear()
     module._missing.cache_clear()

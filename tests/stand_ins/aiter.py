@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hip_ops import errors
 from hip_ops.runtime import aiter as runtime_aiter
 from hip_ops.runtime.aiter import Function
 
@@ -67,8 +68,9 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, defect: str | None = 
     """Make `import aiter` give the stand-in of a release; returns the arguments of all calls by function."""
     assert defect in (None, *DEFECTS)
     monkeypatch.setattr(runtime_aiter, "installed", lambda: version)
-    for owner, name in ((Function, "_resolved"), (runtime_aiter, "_announce")):  # forget earlier results
-        monkeypatch.setattr(owner, name, functools.cache(getattr(owner, name).__wrapped__))
+    # Forget earlier results.
+    monkeypatch.setattr(Function, "_resolved", functools.cache(Function._resolved.__wrapped__))
+    monkeypatch.setattr(errors, "_warnings", set())
     symbols, calls, computing = recorded(version), {}, Computing(defect)
     for symbol, data in symbols.items():
         if data["kind"] == "function":

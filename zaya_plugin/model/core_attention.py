@@ -54,8 +54,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from hip_ops.errors import warn_once
 from hip_ops.runtime import aiter
-from hip_ops.runtime.choice import Versions, warn_once
+from hip_ops.runtime.choice import Versions
 from hip_ops.runtime.launch import architecture
 from hip_ops.versions import Request
 from zaya_plugin.ground.errors import mistake

@@ -8,17 +8,13 @@ Sums are fp32, or fp64 for fp64 tensors, and each result is rounded once.
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hip_ops.errors import warn_once
 from hip_ops.runtime import self_check
 from hip_ops.runtime.launch import wide
-
-logger = logging.getLogger("hip_ops")
 
 
 def _least_rows() -> int:
@@ -29,16 +25,11 @@ def _least_rows() -> int:
     return max(16, 4 * torch.get_num_threads())
 
 
-@functools.cache
-def _announce(device: torch.device, dtype: torch.dtype) -> None:
-    text = "hip_ops: grouped products of %s on %s loop over the experts and synchronise the host in each call"
-    logger.warning(text, dtype, device)
-
-
 def _counts(offsets: Tensor, rows: int, dtype: torch.dtype) -> list[int]:
     """Return the rows of each expert, and the number of padding rows."""
     if offsets.device.type not in ("cpu", "meta") and not self_check.comparing:
-        _announce(offsets.device, dtype)
+        text = "hip_ops: grouped products of %s on %s loop over the experts and synchronise the host in each call"
+        warn_once(("loop over experts", offsets.device, dtype), text, dtype, offsets.device)
     ends = [0] * len(offsets) if offsets.device.type == "meta" else offsets.tolist()
     return [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]
 
