@@ -35,7 +35,7 @@ from hip_ops.errors import NotCompiled, warn_once
 from hip_ops.runtime.build import LIBRARY_VARIABLE, PACKAGE, files_digest, requested_library, shipped_folder
 from hip_ops.runtime.compilers import AMD_ARCHITECTURES
 from hip_ops.runtime.launch import architecture, on
-from hip_ops.runtime.launchers import bind, linked_major, own_maps, the_runtime
+from hip_ops.runtime.launchers import bind_runtime
 
 OBJECTS_MANIFEST = "objects.json"
 # The files that hold device code of the shipped kernels, below hip_ops.
@@ -188,7 +188,7 @@ def _hip() -> ctypes.CDLL:
     """Return the HIP runtime of the process, with the types of the functions that are called. Raises ValueError where
     the process has not one runtime, that of torch.
     """
-    hip = bind(the_runtime(torch.version.hip, own_maps(), linked_major()))
+    hip = bind_runtime()
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     hip.hipModuleLoadData.argtypes = (pointer, ctypes.c_char_p)
     hip.hipModuleGetFunction.argtypes = (pointer, pointer, ctypes.c_char_p)

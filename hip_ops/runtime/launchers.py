@@ -83,9 +83,9 @@ def _library(target: str) -> ctypes.CDLL:
         raise RuntimeError(
             f"hip_ops: the {target} kernels need a ROCm build of torch; this torch is {torch.__version__}"
         )
-    bind(the_runtime(torch.version.hip, own_maps(), major := linked_major()))
+    bind_runtime()
     loaded = load(path)
-    the_runtime(torch.version.hip, own_maps(), major)  # a library that hipcc built brings the runtime of that ROCm
+    the_runtime(torch.version.hip, own_maps(), linked_major())  # a library of hipcc may bring a second runtime
     return loaded
 
 
@@ -125,7 +125,8 @@ def call(name: str, *arguments, device: torch.device) -> None:
     if code == 0:
         return
     if code < 0:
-        raise RuntimeError(f"hip_ops: {name} has no variant for these arguments on {target}: {_numbers(arguments)}")
+        shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]
+        raise RuntimeError(f"hip_ops: {name} has no variant for these arguments on {target}: {shown}")
     raise RuntimeError(f"hip_ops: {name} failed on {device} with code {code}: {loaded.ho_error_string(code).decode()}")
 
 
@@ -155,10 +156,6 @@ def _convert(name: str, place: int, argument, kind: type, device: torch.device):
     return argument
 
 
-def _numbers(arguments) -> list:
-    return [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]
-
-
 def default_target() -> str:
     """Return the default of `python -m hip_ops build --target`: the first device's target, otherwise AMD's default."""
     return target_of(torch.device("cuda", 0)) if torch.cuda.is_available() else default_amd_target()
@@ -180,7 +177,7 @@ def declarations(*files: Path) -> dict[str, tuple[type, tuple[type, ...]]]:
 def _ctype(file: Path, name: str, parameter: str) -> type:
     if "*" in parameter:
         return ctypes.c_void_p
-    kind = (parameter.split() or [""])[0]
+    kind = parameter.split()[0]
     assert kind in ("int64_t", "float", "double"), (
         f"{file.name}: parameter `{parameter.strip()}` of {name}; allowed are pointers, int64_t, float, double"
     )
@@ -277,7 +274,9 @@ def the_runtime(torch_hip: str, maps: str, linked: int | None = None) -> Path:
     )
 
 
-def bind(runtime: Path) -> ctypes.CDLL:
-    """Open the mapped `runtime` again, so that libraries that are loaded later find its symbols. Raises OSError where
-    it is not mapped."""
+def bind_runtime() -> ctypes.CDLL:
+    """Open the HIP runtime of the process again, so that libraries that are loaded later find its symbols. Raises
+    ValueError as `the_runtime`.
+    """
+    runtime = the_runtime(torch.version.hip, own_maps(), linked_major())
     return ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)

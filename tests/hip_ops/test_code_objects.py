@@ -17,7 +17,7 @@ import torch
 from hip_ops import errors
 from hip_ops.errors import NotCompiled
 from hip_ops.ops.router_mlp import _forward, reference, triton
-from hip_ops.runtime import code_objects, operator
+from hip_ops.runtime import code_objects, launchers, operator
 from hip_ops.runtime.build import shipped_folder
 from hip_ops.runtime.code_objects import (
     OBJECTS_MANIFEST,
@@ -204,7 +204,7 @@ def test_objects_that_cannot_be_loaded_are_refused(monkeypatch, caplog):
     """No HIP runtime is mapped."""
     FakeGpu(monkeypatch, hip="7.1")
     monkeypatch.setattr(code_objects, "architecture", lambda device: "gfx942")
-    monkeypatch.setattr(code_objects, "own_maps", lambda: "")
+    monkeypatch.setattr(launchers, "own_maps", lambda: "")
     monkeypatch.setattr(code_objects, "_compiled_by_triton", lambda *names: Kernel())
     code_objects._hip.cache_clear()
     triton.router_mlp(*router_example())
