@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,7 +78,7 @@ def find_compiler(target: str) -> Compiler:
     return _nvidia(target) if target.startswith("sm_") else _amd(target)
 
 
-def compiler_version(program: str) -> str:
+def program_version(program: str) -> str:
     """Return the output of `program --version`, or "" where it does not run. It is part of a library's hash."""
     try:
         changed = os.stat(program).st_mtime_ns
@@ -96,12 +96,12 @@ def _version(program: str, _changed: int) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _programs(names: list[str], folders: list[Path]) -> Iterator[str]:
-    """Yield the programs of `names` that run: first in `folders`, then on PATH."""
-    for folder in (*map(str, folders), None):
+def programs(names: list[str], places: Iterable[Path | None]) -> Iterator[str]:
+    """Yield the programs of `names` that run, in the order of `places`: a folder, or None for PATH."""
+    for place in places:
         for name in names:
-            program = shutil.which(name, path=folder)
-            if program and compiler_version(program):
+            program = shutil.which(name, path=place and str(place))
+            if program and program_version(program):
                 yield program
 
 
@@ -114,12 +114,12 @@ def _amd(target: str) -> Compiler:
             f"ROCm's Python wheel in {wheel} has no headers: install the wheel rocm-sdk-devel of the same version and "
             "unpack it with `rocm-sdk init`"
         )
-    for program in _programs(["hipcc"], compilers):
-        return Compiler(program, compiler_version(program), flags, ("-shared", "-fPIC"))
+    for program in programs(["hipcc"], (*compilers, None)):
+        return Compiler(program, program_version(program), flags, ("-shared", "-fPIC"))
     clangs = ["clang++", "amdclang++", *(f"clang++-{major}" for major in range(OLDEST_CLANG, OLDEST_CLANG + 10))]
     too_old = []
-    for program in _programs(clangs, rocm.folders(*rocm.LLVM_FOLDERS)):
-        version = compiler_version(program)
+    for program in programs(clangs, (*rocm.folders(*rocm.LLVM_FOLDERS), None)):
+        version = program_version(program)
         major = re.search(r"clang version (\d+)", version)
         if major is None or int(major[1]) < OLDEST_CLANG:
             too_old.append(program)
@@ -145,9 +145,9 @@ def _amd(target: str) -> Compiler:
 
 def _nvidia(target: str) -> Compiler:
     folders = [Path(folder) / "bin" for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")) if folder]
-    for program in _programs(["nvcc"], [*folders, *map(Path, NVCC_FOLDERS)]):
+    for program in programs(["nvcc"], (*folders, *map(Path, NVCC_FOLDERS), None)):
         flags = ("-x", "cu", f"-arch={target}", *_OPTIMIZE, "-Xcompiler", ",".join(_HOST))
-        return Compiler(program, compiler_version(program), flags, (f"-arch={target}", "-shared"))
+        return Compiler(program, program_version(program), flags, (f"-arch={target}", "-shared"))
     raise CompilerNotFound(
         "nvcc is not on PATH, nor under CUDA_HOME, CUDA_PATH or /usr/local/cuda: install the CUDA toolkit and set "
         "CUDA_HOME"
@@ -157,7 +157,7 @@ def _nvidia(target: str) -> Compiler:
 def _cpu() -> Compiler:
     # The fibers need a compiler with GNU extensions, and -fno-gnu-unique keeps two libraries in one process from
     # sharing their LDS.
-    for program in _programs(["g++"], []):
+    for program in programs(["g++"], [None]):
         flags = ("-x", "c++", "-O1", "-std=c++17", *_HOST, "-fno-gnu-unique", "-Wno-unknown-pragmas", "-Wno-psabi")
-        return Compiler(program, compiler_version(program), flags, ("-shared",))
+        return Compiler(program, program_version(program), flags, ("-shared",))
     raise CompilerNotFound("g++ is not on PATH: install it")

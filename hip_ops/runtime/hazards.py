@@ -15,7 +15,6 @@ and compressed offload bundles.
 import copy
 import os
 import re
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from hip_ops.errors import mistake
 from hip_ops.runtime import rocm
+from hip_ops.runtime.compilers import program_version, programs
 
 ARCHITECTURES = {"gfx942": 0x4C, "gfx950": 0x4F}  # with the low byte of e_flags
 OLDEST_LLVM = {"gfx942": 17, "gfx950": 20}  # the first releases that know them
@@ -177,15 +177,10 @@ def objdump(architecture: str = "gfx942") -> str:
     oldest = OLDEST_LLVM[architecture]
     names = ["llvm-objdump", *(f"llvm-objdump-{major}" for major in range(oldest + 15, oldest - 1, -1))]
     folders = rocm.folders(*rocm.LLVM_FOLDERS)
-    for folder in (None, *map(str, folders)):
-        for name in names:
-            program = shutil.which(name, path=folder)
-            if program is None:
-                continue
-            output = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-            version = re.search(r"LLVM version (\d+)", output)
-            if version and int(version[1]) >= oldest:
-                return program
+    for program in programs(names, (None, *folders)):
+        version = re.search(r"LLVM version (\d+)", program_version(program))
+        if version and int(version[1]) >= oldest:
+            return program
     raise ToolNotFound(
         f"no llvm-objdump of LLVM {oldest} or newer on PATH or in {', '.join(map(str, folders))}: install ROCm's LLVM "
         f"(package rocm-llvm, or AMD's wheel rocm-sdk-core){' or Debian llvm-19' if oldest < 20 else ''}, or set "

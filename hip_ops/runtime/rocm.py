@@ -48,8 +48,7 @@ def wheel_without_headers() -> Path | None:
 
 def find_program(name: str) -> str | None:
     """Return the path of a program of ROCm (`amd-smi`), from PATH or from a root; None without one."""
-    places = (None, *map(str, folders("bin")))
-    return next((path for path in (shutil.which(name, path=place) for place in places) if path), None)
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, folders("bin"))))
 
 
 def torch_is_built_for(torch: Any) -> str:
