@@ -29,8 +29,8 @@ class Opened:
     described: a Description. arguments: Megatron's, of a checkpoint; None for a published model. load: returns the
     model; called with a function of progress. shapes: of its tensors. dtype, device: of the computation. tokenizer: a
     tokenizers.Tokenizer, and home its folder; None for both without one. stop: ids that end a text. bos: id or None.
-    routed: whether the decoder keeps the routers' choices. special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
-    `find_model`, which holds a checkpoint's files.
+    special_tokens: whether texts get the tokens that the tokenizer adds. step: the iteration of a checkpoint. model: of
+    `find_model`, which holds a checkpoint's files. routed: whether the decoder keeps the routers' choices.
     """
 
     name: str
@@ -170,21 +170,21 @@ def open_model(options: argparse.Namespace, model: Path | Reading, needs_tokeniz
         trained.check_tokenizer(home, tokenizer_digest(str(home)))
     computed = exporting.DTYPES[options.dtype or dtype]
     return Opened(
-        name,
-        described,
-        arguments,
-        lambda progress: load_model(described, tensors, computed, device, progress),
-        tuple(values.shape for values in tensors.values()),
-        computed,
-        device,
-        tokenizer,
-        home if tokenizer is not None else None,
-        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        ids["bos"],
-        special,
-        step,
-        model,
-        getattr(options, "routed_experts", None) is not None,
+        name=name,
+        described=described,
+        arguments=arguments,
+        load=lambda progress: load_model(described, tensors, computed, device, progress),
+        shapes=tuple(values.shape for values in tensors.values()),
+        dtype=computed,
+        device=device,
+        tokenizer=tokenizer,
+        home=home if tokenizer is not None else None,
+        stop=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        bos=ids["bos"],
+        special_tokens=special,
+        step=step,
+        model=model,
+        routed=getattr(options, "routed_experts", None) is not None,
     )
 
 
