@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.routed_experts import write_sequences
 from zaya_plugin.data.sources import find_sources
-from zaya_plugin.data.tokenizer import added_tokens
+from zaya_plugin.data.tokenizer import added_tokens, open_tokenizer
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.progress import bar
 from zaya_plugin.inference.opening import GIB, Opened, find_model, open_model
@@ -78,14 +79,10 @@ class Rows:
 
     def batches(self, size: int, numbers: Iterable[int]) -> Iterator[tuple[Tensor, numpy.ndarray | None]]:
         """Yield rows of equal length together: tokens int64 [at most size, s + 1], and their marks."""
-        held: list[tuple] = []
-        for number in (*numbers, None):
-            row = None if number is None else self.row(number)
-            if held and (row is None or len(held) == size or len(held[0][0]) != len(row[0])):
-                tokens, marks = zip(*held, strict=True)
+        for _, same_length in itertools.groupby(map(self.row, numbers), key=lambda row: len(row[0])):
+            while batch := list(itertools.islice(same_length, size)):
+                tokens, marks = zip(*batch, strict=True)
                 yield torch.from_numpy(numpy.stack(tokens)), None if self.marks is None else numpy.stack(marks)
-                held = []
-            held.append(row)
 
 
 @torch.no_grad()
@@ -281,8 +278,8 @@ def _check_tokenizer(opened: Opened, path: str, manifest) -> None:
     if manifest is None or opened.home is None:
         return
     own = hashlib.sha256((opened.home / "tokenizer.json").read_bytes()).hexdigest()
-    prepared = os.path.join(path if os.path.isdir(path) else os.path.dirname(path), "tokenizer", "tokenizer.json")
-    if own != manifest.tokenizer.sha256 and _entries(prepared) != opened.tokenizer.get_vocab(with_added_tokens=True):
+    prepared = Path(path if os.path.isdir(path) else os.path.dirname(path), "tokenizer")
+    if own != manifest.tokenizer.sha256 and _vocabulary(prepared) != opened.tokenizer.get_vocab(with_added_tokens=True):
         raise mistake(
             "--data",
             path,
@@ -297,10 +294,10 @@ def _check_tokenizer(opened: Opened, path: str, manifest) -> None:
             print(line, file=sys.stderr)
 
 
-def _entries(file: str) -> dict | None:
-    from zaya_plugin.data.tokenizer import open_tokenizer
-
-    return open_tokenizer(os.path.dirname(file)).get_vocab(with_added_tokens=True) if os.path.isfile(file) else None
+def _vocabulary(folder: Path) -> dict | None:
+    """Return the vocabulary of a tokenizer's folder, or None where it has no tokenizer.json."""
+    exists = (folder / "tokenizer.json").is_file()
+    return open_tokenizer(str(folder)).get_vocab(with_added_tokens=True) if exists else None
 
 
 if __name__ == "__main__":
