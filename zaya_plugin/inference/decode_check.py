@@ -17,7 +17,6 @@ from zaya_plugin.model.gpt_model import embedded
 LAYERS, STARTS, STEPS, PLACES, RING = 2, (2, 200), 15, 256, 149
 PART = 8  # channels that are compared together: what one program of the experts writes, the fewest of the outputs
 FAR = 0.1
-WRITTEN = ("inputs of the convolutions", "delayed values", "keys", "values")
 
 
 @torch.no_grad()
@@ -45,9 +44,14 @@ def check_kernels(
         for _ in range(2)
     )
 
-    def written(state: DecodeState) -> tuple[Tensor, ...]:
+    def written(state: DecodeState) -> dict[str, Tensor]:
         places = progress.positions % state.keys.shape[2]
-        return state.z.transpose(0, 1), state.delayed, state.keys[rows, :, places], state.values[rows, :, places]
+        return {
+            "inputs of the convolutions": state.z.transpose(0, 1),
+            "delayed values": state.delayed,
+            "keys": state.keys[rows, :, places],
+            "values": state.values[rows, :, places],
+        }
 
     kernels, outputs = DecodeStep(model, own), {}
     hooks = [
@@ -70,8 +74,9 @@ def check_kernels(
                 pairs["outputs of attention"] = kernels.attended, outputs["attention"]
                 pairs["outputs of the experts"] = kernels.output, outputs["experts"]
                 for layer, state, other in zip(layers, own, usual, strict=True):
-                    for name, *pair in zip(WRITTEN, written(state), written(other), strict=True):
-                        pairs[f"{name} of layer {layer.layer_number}"] = pair
+                    expected = written(other)
+                    for name, tensor in written(state).items():
+                        pairs[f"{name} of layer {layer.layer_number}"] = tensor, expected[name]
                 for name, pair in pairs.items():
                     distances.setdefault(name, []).append(
                         distance(*(tensor.reshape(batch, -1, PART) for tensor in pair))

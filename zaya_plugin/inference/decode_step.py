@@ -73,10 +73,8 @@ class DecodeStep:
         stream = wide if config.residual_in_fp32 else buffer
         # A merge reads one stream and writes the other; the affine of the embedding is a merge into zeros.
         self.streams, self.zeros = (stream(h), stream(h)), stream(h)
-        self.projected, (self.normed, self.attended, self.output) = (
-            buffer((n + 2 * g) * d),
-            (buffer(h) for _ in range(3)),
-        )
+        self.projected = buffer((n + 2 * g) * d)
+        self.normed, self.attended, self.output = buffer(h), buffer(h), buffer(h)
         self.query, self.log_sums, self.parts = buffer(n, d), wide(SPLITS, n), buffer(SPLITS, n, d)
         # Of the router: its input, both layers, and the states of two layers, one read while the other is written.
         self.down, self.first, self.second, *self.router_states = (buffer(config.router_hidden_size) for _ in range(5))
