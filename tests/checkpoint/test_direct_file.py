@@ -41,7 +41,7 @@ def test_the_file_has_the_slices_in_their_order(files, tmp_path, sizes):
         assert path.read_bytes() == wanted
         assert written == {"bytes": len(wanted), "xxh3_128": checksum(wanted)} == manifest.describe(path)
     assert sum(seen) == 2 * len(wanted) and 0 not in seen
-    files.write(path, iter([wanted[:9], memoryview(wanted)[9:]]))
+    assert files.write(path, iter([wanted[:9], memoryview(wanted)[9:]])) == written
     assert path.read_bytes() == wanted
 
 

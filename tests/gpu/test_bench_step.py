@@ -12,7 +12,7 @@ import pytest
 from zaya_plugin.bench.step_parts import PARTS
 from zaya_plugin.plan.flops import Shape, training_flops
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone  # shares of a step's time are bounded
 LAYERS, LENGTH, SIZE, MICRO_BATCHES, ROWS = 2, 2048, 4, 2, 32_768
 RECIPE = (
     "experiment=zaya1_base",
@@ -80,8 +80,7 @@ def test_kernels_are_distinguished(measured, record_property):
 def test_a_graph_has_the_parts_of_the_step_it_was_made_of(measured, record_property):
     eager, graph = measured("eager"), measured("graph", "cluster.graphs=full_iteration")
     rows, expected = rows_of(graph), rows_of(eager)
-    keys = ("activities", "ms")
-    record_property("rows", {part: [of[part][key] for of in (rows, expected) for key in keys] for part in rows})
+    record_property("ms", {part: (row["ms"], expected[part]["ms"]) for part, row in rows.items()})
     assert graph["traced"]["from_graph"] and not eager["traced"]["from_graph"]
     assert graph["traced"]["launches"] < eager["traced"]["launches"] / 2
     assert abs(graph["traced"]["activities"] - eager["traced"]["activities"]) < 0.15 * eager["traced"]["activities"]

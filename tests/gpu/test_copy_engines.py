@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 
-STEPS, SECONDS = 6, 280  # of a run, after which it counts as one that does not end
+STEPS, SECONDS = 6, 150  # of a run, after which it counts as one that does not end
 RANKS = max(count for count in (1, 2, 4) if count <= max(torch.cuda.device_count(), 1))
 RECIPE = [
     "cluster=gpu",

@@ -3,8 +3,9 @@
 
 Shares are of the traced step and add up to 1. A part's `gemm_share` is the time of its operations at the measured rate
 of a matrix product over its own time, `copy_share` the same of its least bytes at the measured rate of a copy;
-`roofline` is the larger of the two. All work is that of one rank. `not_computing_share` is of the steps that were timed
-without a profiler: the part of their time that the traced step's computation does not fill.
+`roofline` is the larger of the two. `activities` counts its kernels, on a CPU its operators. All work is that of one
+rank. `not_computing_share` is of the steps that were timed without a profiler: the part of their time that the traced
+step's computation does not fill.
 """
 
 import itertools
