@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.grouped_product import quack, triton
-from hip_ops.runtime.quack_tiles import Tile
+from hip_ops.runtime.quack_tiles import Tile, available
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # modules of benchmarks/
 from call_timing import milliseconds  # noqa: E402
@@ -88,7 +88,7 @@ def main() -> None:
     parser.set_defaults(rep=60)
     options = parser.parse_args()
     device = begin(options)
-    if reason := quack.available(device):
+    if reason := available(device):
         parser.error(reason)
     tiles = {
         f"{m} x {n}{' pingpong' if pingpong else ''}, {c} x {d}": Tile(m, n, pingpong, c, d)

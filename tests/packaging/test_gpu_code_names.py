@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests and benchmarks that need a GPU run seldom, so ty looks for names in them that no longer exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+RULES = ("missing-attribute", "missing-module-member", "missing-argument", "too-many-positional-arguments")
+DYNAMIC = {"main_grad", "grad_added_to_main_grad", "zaya_role", "get_config"}  # set on tensors and on a stand-in
+
+
+def missing(root: Path, *folders: str) -> list[str]:
+    """Return what ty finds by RULES in the folders of `root`, without attributes that are set at run time."""
+    sources = ", ".join(f'"{folder}"' for folder in folders)
+    places = ["--project", root, "--python", sys.prefix, "--extra-search-path", REPO]
+    rules = ["--ignore=all", *(f"--error={rule}" for rule in RULES)]
+    command = [Path(sys.executable).parent / "ty", "check", *places, *rules, "--output-format=concise"]
+    shown = subprocess.run(
+        [*command, "--config", f"src.include=[{sources}]"], cwd=root, capture_output=True, text=True, timeout=280
+    )
+    assert shown.returncode in (0, 1), shown.stderr
+    found = [line for line in shown.stdout.splitlines() if re.search(r":\d+:\d+: ", line)]
+    return [line for line in found if not DYNAMIC.intersection(re.findall(r"`(\w+)`", line))]
+
+
+def test_names_exist():
+    assert missing(REPO, "tests/gpu", "benchmarks") == []
+
+
+def test_a_missing_name_is_found(tmp_path):
+    (tmp_path / "gpu").mkdir()
+    text = (REPO / "tests/gpu/test_host_buffer.py").read_text()
+    for number, call in enumerate(("buffer.allocate", "staging.wait", "buffer.bytes")):
+        assert call in text
+        (tmp_path / f"gpu/test_{number}.py").write_text(text.replace(call, f"{call}_of_old"))
+    assert len(missing(tmp_path, "gpu")) == 3
