@@ -140,6 +140,19 @@ def values_that_are_no_numbers(kernels):
     cache[place] = float("nan")
 
 
+def older_key_written(kernels):
+    yield
+    cache, (rows, heads, places) = kernels.new(1, "keys")
+    cache[rows, heads, (places + 1) % cache.shape[2], :1] += 1
+
+
+def older_value_written_once(kernels):
+    yield
+    if kernels.calls == 20:
+        cache, (rows, heads, places) = kernels.new(0, "values")
+        cache[rows, heads, places - 1] = cache[rows, heads, places]
+
+
 def last_norm(kernels):
     yield
     kernels.hidden = kernels.hidden * 1.2
@@ -168,6 +181,8 @@ FAULTS = {
     experts: "outputs of the experts are 0.2 ",
     keys: "keys of layer 2",
     values_that_are_no_numbers: "values of layer 1 are nan ",
+    older_key_written: "layer 2 changes keys or values of older tokens",
+    older_value_written_once: "layer 1 changes keys or values of older tokens",
     last_norm: "hidden states are 0.2 ",
     a_layer_behind_the_checked_ones: "not compiled",
 }

@@ -25,15 +25,15 @@ def check_kernels(
 ) -> None:
     """Compute steps of `batch` sequences with the first layers of `model`, by the kernels and by the layers of training,
     each from the same random states, and compare what they write to the states, the outputs of attention and experts of
-    the last of these layers, and the hidden states.
+    the last of these layers, and the hidden states. Stored keys and values of older tokens must stay as they are.
 
     Args:
         run_layers: the layers of training: embedding [1, b, h], angles [1, b, 1, r] in radians and the states of the
             layers to run -> hidden states [1, b, h] behind the final norm.
 
     Raises:
-        RuntimeError: a `distance` is above FAR in the median of the steps (in bf16 some tokens take another expert), or
-            a kernel fails.
+        RuntimeError: a `distance` is above FAR in the median of the steps (in bf16 some tokens take another expert), a
+            stored key or value of an older token changes, or a kernel fails.
     """
     words, layers = model.embedding.word_embeddings.weight, model.decoder.layers[:LAYERS]
     rows, generator = torch.arange(batch, device=words.device), torch.Generator(words.device).manual_seed(0)
@@ -52,6 +52,10 @@ def check_kernels(
             "keys": state.keys[rows, :, places],
             "values": state.values[rows, :, places],
         }
+
+    def older_unchanged(cache: Tensor, other: Tensor) -> bool:
+        newest = torch.arange(cache.shape[2], device=cache.device) == (progress.positions % cache.shape[2]).unsqueeze(1)
+        return torch.equal(torch.where(newest[:, None, :, None], other, cache), other)
 
     kernels, outputs = DecodeStep(model, own), {}
     hooks = [
@@ -77,6 +81,8 @@ def check_kernels(
                     expected = written(other)
                     for name, tensor in written(state).items():
                         pairs[f"{name} of layer {layer.layer_number}"] = tensor, expected[name]
+                    if not (older_unchanged(state.keys, other.keys) and older_unchanged(state.values, other.values)):
+                        raise RuntimeError(f"layer {layer.layer_number} changes keys or values of older tokens")
                 for name, pair in pairs.items():
                     distances.setdefault(name, []).append(
                         distance(*(tensor.reshape(batch, -1, PART) for tensor in pair))
