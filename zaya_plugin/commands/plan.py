@@ -16,7 +16,7 @@ import yaml
 
 from zaya_plugin.bench.options import with_data_path
 from zaya_plugin.commands import plan_report
-from zaya_plugin.commands.parser import Parser, option
+from zaya_plugin.commands.parser import command, option
 from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.config.validate import validate
@@ -39,123 +39,9 @@ from zaya_plugin.plan.step_source import Source, fitted, load, recorded_recipe, 
 from zaya_plugin.run.rank_plan import planned_ranks
 from zaya_plugin.run.stages import compose_curriculum
 
-CHECK = """\
-Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks, checkpoints.
-
-Each finding says what it is, why and by which source, which overrides to type, and their predicted effect. Needs no
-data and no device. docs/plan.md has the table of rules."""
-CHECK_EXAMPLES = """\
-examples:
-  zaya plan check experiment=zaya1_base cluster=mi300x_128x8
-  zaya plan check experiment=zaya1_base cluster=mi300x_8 model.moe_ffn_hidden_size=4000 --json
-
-Exit codes: 0, with findings or without; 2, the step does not fit into the memory, or a mistake in the recipe."""
-RUN = """\
-Predicts a run: parameters, operations, memory by component, time of a step by part, communication; and of the stage, or
-of all stages of a curriculum: tokens, days, GPU hours, cost, checkpoints, storage, failures.
-
-Without --from the prediction starts from speeds that were fitted to committed records of H200s; with it from the
-step.json of `zaya bench step`, and without recipe keys the step is that of the recorded recipe. Each part keeps the
-share of its roofline; collectives take the rates of the cluster's links (recipe keys machine.*). docs/plan.md compares
-predictions with measured steps."""
-RUN_EXAMPLES = """\
-examples:
-  zaya plan run experiment=zaya1_base cluster=h200_8 --price 2.5
-  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
-  zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8
-  zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json
-
-Exit codes: 0; 1, a shard of --layout is incomplete or unbalanced; 2, a step does not fit, or a mistake in the recipe."""
-
-FIT = """\
-Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of devices.
-
-Prints the best setting with those that lose and why, and the words to add to `zaya train`. Every figure is a prediction
-(docs/plan.md); pipeline parallelism is not searched. Settings that differ by less than runs of one command do count as
-equal, and the one with less memory is taken."""
-FIT_EXAMPLES = """\
-examples:
-  zaya plan fit experiment=zaya1_base cluster=h200_8 stage.global_batch_size=128
-  zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
-  zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory"""
-
-SIZES = """\
-Names sizes of a model near the recipe's that make its matrix products faster, and compares widths of experts.
-
-Hidden size, experts' width, heads and vocabulary are varied one at a time; the rate is that of all matrix products of a
-step, by tiles. Widths of experts are compared at the same number of parameters by the rate of training and the latency
-of decoding together. Every figure is a prediction (docs/plan.md)."""
-SIZES_EXAMPLES = """\
-examples:
-  zaya plan sizes experiment=zaya1_base cluster=mi300x_8
-  zaya plan sizes experiment=zaya1_base cluster=h200_8 model.hidden_size=1900 --picture widths.png"""
-
 # Rows that several of the commands share.
 GPUS = option("--gpus", type=whole_number(1, INT32), metavar="N", help="devices (default: those of the recipe)")
 FROM = option("--from", dest="record", type=Path, metavar="STEP_JSON", help="record of `zaya bench step`")
-
-
-def check() -> Parser:
-    as_json = option("--json", action="store_true", help="print the findings as JSON")
-    return Parser("plan check", _check, CHECK, CHECK_EXAMPLES, GPUS, as_json, recipe=True)
-
-
-def run() -> Parser:
-    return Parser(
-        "plan run",
-        _run,
-        RUN,
-        RUN_EXAMPLES,
-        GPUS,
-        FROM,
-        option(
-            "--price",
-            type=real_number(0.0, 1e6),
-            metavar="X",
-            help="of a device hour, in any currency: adds what stages cost",
-        ),
-        option(
-            "--layout",
-            action="store_true",
-            help="also build the groups, model and shards of the first, a middle and the last rank with fake process "
-            "groups, and check that shards are complete and balanced (20 s; requires torch and Megatron-core)",
-        ),
-        option("--output", type=Path, metavar="FILE", help="also write everything as JSON"),
-        recipe=True,
-    )
-
-
-def fit() -> Parser:
-    return Parser(
-        "plan fit",
-        _fit,
-        FIT,
-        FIT_EXAMPLES,
-        GPUS,
-        option(
-            "--goal", choices=("time", "memory"), default="time", help="the fastest step, or the least memory (time)"
-        ),
-        FROM,
-        option(
-            "--output",
-            type=Path,
-            metavar="FILE.yaml",
-            help="also write the setting, as an experiment for a folder of recipes",
-        ),
-        recipe=True,
-    )
-
-
-def sizes() -> Parser:
-    return Parser(
-        "plan sizes",
-        _sizes,
-        SIZES,
-        SIZES_EXAMPLES,
-        GPUS,
-        option("--picture", type=Path, metavar="FILE.png", help="draw the widths of experts (requires matplotlib)"),
-        recipe=True,
-    )
 
 
 def composed(overrides: list[str], gpus: int | None) -> tuple[Recipe, int]:
@@ -180,13 +66,62 @@ def on_devices(recipe: Recipe, gpus: int | None) -> tuple[Recipe, int]:
     return recipe, world
 
 
-def _check(options: argparse.Namespace) -> int:
+@command("plan check", GPUS, option("--json", action="store_true", help="print the findings as JSON"), recipe=True)
+def check(options: argparse.Namespace) -> int:
+    """Checks a recipe by rules: sizes, memory, matrix products, collectives, layout, hazards of many ranks,
+    checkpoints.
+
+    Each finding says what it is, why and by which source, which overrides to type, and their predicted effect. Needs no
+    data and no device. docs/plan.md has the table of rules.
+
+    examples:
+      zaya plan check experiment=zaya1_base cluster=mi300x_128x8
+      zaya plan check experiment=zaya1_base cluster=mi300x_8 model.moe_ffn_hidden_size=4000 --json
+
+    Exit codes: 0, with findings or without; 2, the step does not fit into the memory, or a mistake in the recipe.
+    """
     findings = findings_of(step_of(*composed(options.overrides, options.gpus)))
     print(json.dumps(findings, indent=1) if options.json else "\n".join(text(findings)))
     return USER_ERROR if any(finding["severity"] == DOES_NOT_FIT for finding in findings) else 0
 
 
-def _run(options: argparse.Namespace) -> int:
+@command(
+    "plan run",
+    GPUS,
+    FROM,
+    option(
+        "--price",
+        type=real_number(0.0, 1e6),
+        metavar="X",
+        help="of a device hour, in any currency: adds what stages cost",
+    ),
+    option(
+        "--layout",
+        action="store_true",
+        help="also build the groups, model and shards of the first, a middle and the last rank with fake process "
+        "groups, and check that shards are complete and balanced (20 s; requires torch and Megatron-core)",
+    ),
+    option("--output", type=Path, metavar="FILE", help="also write everything as JSON"),
+    recipe=True,
+)
+def run(options: argparse.Namespace) -> int:
+    """Predicts a run: parameters, operations, memory by component, time of a step by part, communication; and of the
+    stage, or of all stages of a curriculum: tokens, days, GPU hours, cost, checkpoints, storage, failures.
+
+    Without --from the prediction starts from speeds that were fitted to committed records of H200s; with it from the
+    step.json of `zaya bench step`, and without recipe keys the step is that of the recorded recipe. Each part keeps the
+    share of its roofline; collectives take the rates of the cluster's links (recipe keys machine.*). docs/plan.md
+    compares predictions with measured steps.
+
+    examples:
+      zaya plan run experiment=zaya1_base cluster=h200_8 --price 2.5
+      zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --layout
+      zaya plan run --from step.json experiment=zaya1_base cluster=mi300x_8
+      zaya plan run experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output plan.json
+
+    Exit codes: 0; 1, a shard of --layout is incomplete or unbalanced; 2, a step does not fit, or a mistake in the
+    recipe.
+    """
     check_folder(options.output, "--output")
     if options.overrides or not options.record:
         recipe, world = composed(options.overrides, options.gpus)
@@ -224,7 +159,32 @@ def source_from(record: Path | None, recipe: Recipe) -> Source:
     return source_of(load(record), links=bool(recipe.machine.name)) if record else fitted()
 
 
-def _fit(options: argparse.Namespace) -> None:
+@command(
+    "plan fit",
+    GPUS,
+    option("--goal", choices=("time", "memory"), default="time", help="the fastest step, or the least memory (time)"),
+    FROM,
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE.yaml",
+        help="also write the setting, as an experiment for a folder of recipes",
+    ),
+    recipe=True,
+)
+def fit(options: argparse.Namespace) -> None:
+    """Searches the micro-batch, recomputation, layout, buckets and optimizer instances of a recipe for a number of
+    devices.
+
+    Prints the best setting with those that lose and why, and the words to add to `zaya train`. Every figure is a
+    prediction (docs/plan.md); pipeline parallelism is not searched. Settings that differ by less than runs of one
+    command do count as equal, and the one with less memory is taken.
+
+    examples:
+      zaya plan fit experiment=zaya1_base cluster=h200_8 stage.global_batch_size=128
+      zaya plan fit experiment=zaya1_base cluster=mi300x_128x8 --gpus 512 --output my_recipes/experiment/fitted.yaml
+      zaya plan fit experiment=zaya1_base cluster=h100_8 --goal memory
+    """
     check_folder(options.output, "--output")
     recipe, world = composed(options.overrides, options.gpus)
     settings = search.search(recipe, world, source_from(options.record, recipe), options.goal)
@@ -240,7 +200,23 @@ def _fit(options: argparse.Namespace) -> None:
         options.output.write_text("# @package _global_\n" + yaml.safe_dump(groups, sort_keys=False))
 
 
-def _sizes(options: argparse.Namespace) -> None:
+@command(
+    "plan sizes",
+    GPUS,
+    option("--picture", type=Path, metavar="FILE.png", help="draw the widths of experts (requires matplotlib)"),
+    recipe=True,
+)
+def sizes(options: argparse.Namespace) -> None:
+    """Names sizes of a model near the recipe's that make its matrix products faster, and compares widths of experts.
+
+    Hidden size, experts' width, heads and vocabulary are varied one at a time; the rate is that of all matrix products
+    of a step, by tiles. Widths of experts are compared at the same number of parameters by the rate of training and the
+    latency of decoding together. Every figure is a prediction (docs/plan.md).
+
+    examples:
+      zaya plan sizes experiment=zaya1_base cluster=mi300x_8
+      zaya plan sizes experiment=zaya1_base cluster=h200_8 model.hidden_size=1900 --picture widths.png
+    """
     if options.picture:
         check_picture(options.picture, "--picture", [".png"])
     recipe, world = composed(options.overrides, options.gpus)
