@@ -81,20 +81,6 @@ def test_sample_is_text_of_the_split_with_labels_shifted_by_one(prepared, build)
                 assert len(piece) == 0 or occurs(piece, stream(prepared / name))
 
 
-def test_reset_options_and_attention_mask_reach_megatron(prepared, build):
-    options = {
-        "reset_position_ids": True,
-        "reset_attention_mask": True,
-        "eod_mask_loss": True,
-        "create_attention_mask": True,
-    }
-    train, _, _ = build(prepared, None, (40, 0, 0), **options)
-    sample = next(sample for sample in map(train.__getitem__, range(40)) if 0 in sample["tokens"][4:-4])
-    end = 4 + sample["tokens"][4:-4].tolist().index(0)
-    assert sample["position_ids"][end + 1] == 0 and sample["loss_mask"][end] == 0
-    assert sample["attention_mask"][0, end + 1, end] and not sample["attention_mask"][0, end, end - 1]  # True hides
-
-
 def test_order_depends_on_the_seed_alone(prepared, build, tmp_path):
     def first(seed, cache):
         return build(prepared, None, (30, 0, 0), seed=seed, cache_path=str(tmp_path / cache))[0][0]["tokens"].tolist()

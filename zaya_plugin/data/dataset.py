@@ -7,7 +7,7 @@ Imports torch and megatron.core; the rooms that run on a login node import it in
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -71,12 +71,6 @@ def build_gpt_datasets(
     seed: int,
     tokenizer,
     cache_path: str,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-    create_attention_mask: bool = False,
-    is_built_on_rank: Callable[[], bool] = lambda: True,
-    **config,
 ) -> list:
     """Build the GPTDatasets of a run through Megatron's BlendedMegatronDatasetBuilder; every rank must call it.
 
@@ -90,8 +84,6 @@ def build_gpt_datasets(
         cache_path: folder of Megatron's sample indices, in a subfolder named after the contents of the datasets:
             Megatron's own key is the path alone, and data that was prepared again would be read with the old indices.
             The first rank checks all indices of that subfolder and removes those that do not fit, see `sealed`.
-        create_attention_mask: leave it off where the attention makes its own causal mask.
-        config: further fields of megatron.core.datasets.gpt_dataset.GPTDatasetConfig.
 
     Returns:
         [train, valid, test]; None for a split without samples.
@@ -123,18 +115,17 @@ def build_gpt_datasets(
         blend_per_split=blends,
         tokenizer=tokenizer,
         path_to_cache=folder,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
-        create_attention_mask=create_attention_mask,
-        **config,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,  # attention makes its own causal mask
     )
     # Megatron builds on the first rank before the others read.
     checked = (
         sealed(folder, content_fingerprint(prefixes), "*Dataset-*") if _is_first_rank() else contextlib.nullcontext()
     )
     with checked:
-        return BlendedMegatronDatasetBuilder(BinGPTDataset, list(num_samples), is_built_on_rank, dataset_config).build()
+        return BlendedMegatronDatasetBuilder(BinGPTDataset, list(num_samples), lambda: True, dataset_config).build()
 
 
 def build_stream(
