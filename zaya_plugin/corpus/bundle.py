@@ -128,8 +128,6 @@ def _refuse_mixture(paths: list[str], shards: list[Manifest]) -> None:
 
 def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Manifest]) -> None:
     workspace.begin(plan)
-    shutil.rmtree(workspace.final, ignore_errors=True)
-    os.makedirs(workspace.final)
     first, splits, counts = shards[0], {}, {}
     shown = bar("copy", sum(split.tokens for shard in shards for split in shard.splits.values()), " tokens")
     for name in first.splits:
@@ -150,7 +148,7 @@ def _build(workspace: Workspace, plan: dict, paths: list[str], shards: list[Mani
         filling = {first.tokenizer.eod_id: counts[name]["filling tokens"]} if packed else None
         splits[name] = writer.finish(np.concatenate(lengths), filling)
     shown.close()
-    shutil.copytree(os.path.join(paths[0], "tokenizer"), os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
+    shutil.copytree(os.path.join(paths[0], "tokenizer"), os.path.join(workspace.final, "tokenizer"))
     replace(
         first,
         arguments=plan,

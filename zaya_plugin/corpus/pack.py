@@ -130,8 +130,6 @@ def pack(args: argparse.Namespace, workspace: Workspace) -> None:
 
 def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[str, str], args) -> None:
     workspace.begin(plan)
-    shutil.rmtree(workspace.final, ignore_errors=True)
-    os.makedirs(workspace.final)
     home, record = tokenizer_of(args.source)
     finder = BlockFinder(open_tokenizer(home), *args.trim_reasoning) if args.trim_reasoning else None
     fitting = Fitting(args.sequence_length, record.eod_id, args.long, finder)
@@ -143,11 +141,9 @@ def _build(workspace: Workspace, plan: dict, source: Manifest, prefixes: dict[st
         for name, prefix in prefixes.items():
             counted, target = Counter(), os.path.join(workspace.final, name)
             reader = IndexedReader(prefix, marks_of(prefix))
-            splits[name] = write_bins(
-                reader, target, fitting, counted, dropped, record.vocab_size, progress=shown.update
-            )
+            splits[name] = write_bins(reader, target, fitting, counted, dropped, record.vocab_size, shown.update)
             counts[name] = {key: counted[key] for key in COUNTS}
-    shutil.copytree(home, os.path.join(workspace.final, "tokenizer"), dirs_exist_ok=True)
+    shutil.copytree(home, os.path.join(workspace.final, "tokenizer"))
     replace(source, arguments=plan, splits=splits, packing=PackingRecord(args.sequence_length, counts)).write(
         workspace.final
     )
@@ -216,7 +212,7 @@ def fit_document(
 
 
 def windows(
-    reader: IndexedReader, fitting: Fitting, counts: Counter, dropped: Callable[[dict], None], window: int = WINDOW
+    reader: IndexedReader, fitting: Fitting, counts: Counter, dropped: Callable[[dict], None]
 ) -> Iterator[list[list[Piece]]]:
     """Yield the bins of every window of documents, each a list of pieces in order of their documents.
 
@@ -224,9 +220,9 @@ def windows(
         counts: increased, see COUNTS.
         dropped: called with number, tokens and reason of each document that is left out.
     """
-    for first in range(0, len(reader), window):
+    for first in range(0, len(reader), WINDOW):
         pieces: list[Piece] = []
-        for number in range(first, min(first + window, len(reader))):
+        for number in range(first, min(first + WINDOW, len(reader))):
             counts["documents"] += 1
             document, reason = fit_document(reader, number, fitting, counts)
             pieces += document
@@ -305,8 +301,7 @@ def write_bins(
     counts: Counter,
     dropped: TextIO,
     vocab_size: int,
-    window: int = WINDOW,
-    progress: Callable[[int], object] = lambda count: None,
+    progress: Callable[[int], object],
 ) -> SplitRecord:
     """Write and sync `<target>.bin` and `.idx`.
 
@@ -325,7 +320,7 @@ def write_bins(
     def drop(record: dict) -> None:
         dropped.write(json.dumps({"split": split, **record}) + "\n")
 
-    for bins in windows(reader, fitting, counts, drop, window):
+    for bins in windows(reader, fitting, counts, drop):
         for at in range(0, len(bins), step):
             some, marks = bins[at : at + step], None
             tokens = np.stack([fill_bin(reader, pieces, fitting) for pieces in some])

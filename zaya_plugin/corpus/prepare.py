@@ -254,8 +254,6 @@ def make_parts(
     total = sum(file.size for file in files)
     if args.max_bytes is not None:
         total = None if any(file.is_packed for file in files) else min(total, args.max_bytes)
-    shutil.rmtree(workspace.final, ignore_errors=True)
-    os.makedirs(workspace.final)
     rejects_path = os.path.join(workspace.final, REJECTS_FILE)
     parts: list[Part] = []
     counts, shown, quiet = Counter(), 0, args.quiet or not sys.stderr.isatty()

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
@@ -47,21 +46,17 @@ class Workspace:
         self.parts = os.path.join(self.partial, "parts")
         self.final = os.path.join(self.partial, "final")
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the output; see ground/lock.py."""
-        return locked(self.output, "preparing")
-
     def dataset(self, plan: dict, build: Callable[[], None]) -> tuple[Manifest, bool]:
         """Return the dataset of a plan, and whether it was complete; `build` fills `final` if it was not.
 
         Raises:
-            ValueError: see `locked` and `_complete`.
+            ValueError: see zaya_plugin.ground.lock.locked and `_complete`.
         """
         manifest = self._complete(plan)
         if manifest is not None and not os.path.exists(self.partial):
             return manifest, True
         check_creatable(os.path.dirname(self.output), "--output")
-        with self.locked():
+        with locked(self.output, "preparing"):
             if dataset := self._complete(plan):  # another process may have made it before this one got the lock
                 self.discard()  # left by a run that was killed after the dataset got its name
                 return dataset, True
@@ -103,8 +98,8 @@ class Workspace:
         return manifest
 
     def begin(self, plan: dict, defaults: dict | None = None) -> dict:
-        """Start a run, or continue the unfinished one of the same plan; return its plan with the defaults it began
-        with.
+        """Start a run, or continue the unfinished one of the same plan, with an empty `final`; return its plan with the
+        defaults it began with.
 
         Args:
             defaults: entries that are stored with a new plan and not compared with an earlier one.
@@ -112,9 +107,20 @@ class Workspace:
         Raises:
             ValueError: `<output>.partial` holds an unfinished run of another plan, or was not made by this project.
         """
-        earlier, different = self._plan(), ""
-        if earlier is not None and not (different := _differences(earlier, plan)):
-            return earlier
+        begun = self._plan()
+        different = "" if begun is None else _differences(begun, plan)
+        if begun is None or different:
+            self._refuse_other_work(different)
+            self.discard()
+            os.makedirs(self.partial)
+            begun = {**(defaults or {}), **plan}
+            write_whole(self.plan_file, json.dumps(begun, indent=2).encode())
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.makedirs(self.final)
+        return begun
+
+    def _refuse_other_work(self, different: str) -> None:
+        """Raise ValueError if `<output>.partial` may not be removed. different: entries that differ from its plan."""
         if different and not self.overwrite and self.has_work():
             raise mistake(
                 "--output",
@@ -130,11 +136,6 @@ class Workspace:
                 problem=f"{self.partial} is in the way: it was not made by `zaya data`",
                 fix="move it, or choose another --output",
             )
-        self.discard()
-        os.makedirs(self.partial)
-        plan = {**(defaults or {}), **plan}
-        write_whole(self.plan_file, json.dumps(plan, indent=2).encode())
-        return plan
 
     def _plan(self) -> dict | None:
         try:
