@@ -16,6 +16,7 @@ from zaya_plugin.checkpoint import manifest, places
 from zaya_plugin.checkpoint.on_disk import MANIFEST_MARK
 from zaya_plugin.config.run_directory import is_checkpoint
 from zaya_plugin.ground.errors import mistake
+from zaya_plugin.ground.whole_file import sync
 
 
 def save(stock: Callable, sharded_state_dict: dict, checkpoint_dir: str, *positional, **named) -> None:
@@ -55,7 +56,7 @@ def _commit(unfinished: Path, final: Path, world: int, facts: dict) -> None:
 
 
 def _described(path: Path) -> dict:
-    places.sync(path)
+    sync(path)
     return manifest.describe(path)
 
 

@@ -29,7 +29,7 @@ from zaya_plugin.checkpoint.direct_file import PIECE, DirectFiles
 from zaya_plugin.config.run_directory import MANIFEST
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.storage_probe import StorageProbe
-from zaya_plugin.ground.whole_file import listing, write_whole
+from zaya_plugin.ground.whole_file import listing, sync, write_whole
 
 PARTIAL = ".partial"  # end of the name of a file that is being uploaded
 
@@ -222,15 +222,6 @@ class _Uncached(io.FileIO):
 @functools.cache
 def _direct_files() -> DirectFiles:
     return DirectFiles()
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def at(place: Place | str | os.PathLike) -> Place:

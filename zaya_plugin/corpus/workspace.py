@@ -20,7 +20,7 @@ from zaya_plugin.config.run_directory import check_creatable
 from zaya_plugin.data.prepared import MANIFEST, Manifest, load_manifest
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.lock import locked
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.ground.whole_file import sync, write_whole
 
 INPUT_FILES = "input files"
 INPUT_TIMES = "modification times of the input files"
@@ -164,29 +164,21 @@ class Workspace:
         """Give the whole dataset in `final` its name, in place of an older one, and remove the other files."""
         for folder, _, files in os.walk(self.final):
             for name in files:
-                _sync(os.path.join(folder, name))
-            _sync(folder)
+                sync(os.path.join(folder, name))
+            sync(folder)
         if os.path.isdir(self.output) and not os.listdir(self.output):
             os.rmdir(self.output)
         elif os.path.exists(self.output):
             self._remove_replaced()
             os.rename(self.output, self.replaced)
         os.rename(self.final, self.output)
-        _sync(os.path.dirname(self.output))
+        sync(os.path.dirname(self.output))
         self.discard()
         self._remove_replaced()
 
     def _remove_replaced(self) -> None:
         if os.path.isfile(os.path.join(self.replaced, MANIFEST)):
             shutil.rmtree(self.replaced)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _differences(then: dict, now: dict) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a file that appears whole or not at all; list a folder that others change."""
+"""Write a file that appears whole or not at all; make files durable; list a folder that others change."""
 
 import contextlib
 import os
@@ -22,6 +22,15 @@ def write_whole(path: str | os.PathLike, content) -> None:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def sync(path: str | os.PathLike) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_ending(path: Path, option: str, endings: Iterable[str]) -> None:

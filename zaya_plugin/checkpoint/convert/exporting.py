@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from zaya_plugin import __version__
-from zaya_plugin.checkpoint import manifest, on_disk, places
+from zaya_plugin.checkpoint import manifest, on_disk
 from zaya_plugin.checkpoint.convert import hf_config, model_card, safetensors_files
 from zaya_plugin.checkpoint.convert.adapters import Lora, open_base
 from zaya_plugin.checkpoint.convert.description import Description
@@ -53,7 +53,7 @@ from zaya_plugin.checkpoint.reading import Reading
 from zaya_plugin.config.messages import check_transformers_has
 from zaya_plugin.ground.errors import check_space, mistake
 from zaya_plugin.ground.lock import locked
-from zaya_plugin.ground.whole_file import write_whole
+from zaya_plugin.ground.whole_file import sync, write_whole
 
 RECORD = "zaya_export.json"  # the checksum of every tensor, and the checkpoint
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # its tensors in a checkpoint, by Megatron's names
@@ -394,11 +394,11 @@ def export_model(
 
 def put_in_place(unfinished: Path, output: Path) -> None:
     """Give a whole folder its name, under which there is none or an empty one."""
-    places.sync(unfinished)
+    sync(unfinished)
     if output.exists():
         output.rmdir()
     unfinished.rename(output)
-    places.sync(output.parent)
+    sync(output.parent)
 
 
 def _copy_companions(export: Export, folder: Path) -> None:
