@@ -10,13 +10,12 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 
 from zaya_plugin.config.entries import parse_blend
-from zaya_plugin.config.schedule import batches
+from zaya_plugin.config.schedule import samples_until, step_count
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.prepared import prefix_of
 from zaya_plugin.data.sources import find_sources, training_samples
@@ -116,11 +115,10 @@ def needed(recipe: Recipe, from_step: int | None, steps: int, node: int | None) 
     dealt = None if node is None else data_parallel_ranks(recipe, node)
     if from_step is None:
         from_step = saved_step(Path(recipe.run_dir)) or 0
-    sizes = list(chain.from_iterable(repeat(batch, count) for count, batch in batches(recipe)))
-    if from_step >= len(sizes):
-        raise mistake("--from-step", from_step, problem="is past the end of the run", allowed=f"0 to {len(sizes) - 1}")
-    first = sum(sizes[:from_step])
-    last = first + sum(sizes[from_step : from_step + steps])
+    end = step_count(recipe)
+    if from_step >= end:
+        raise mistake("--from-step", from_step, problem="is past the end of the run", allowed=f"0 to {end - 1}")
+    first, last = samples_until(recipe, from_step), samples_until(recipe, min(from_step + steps, end))
     dataset, reads = training_samples(recipe), {}
     for number in samples_of(first, last, recipe.stage.micro_batch_size, dealt):
         for path, begin, end in sample_ranges(dataset, recipe.handover.first_sample + number):
