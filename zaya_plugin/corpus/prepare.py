@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 
 import numpy as np
 
@@ -183,16 +184,13 @@ def make_tokenizer(args: argparse.Namespace, workspace: Workspace, files: list[I
             reader = BlockReader(files, min(limit, PART_BYTES), limit, form_of(args))
             total = None if any(file.is_packed for file in files) else min(limit, sum(file.size for file in files))
             rejected = []
-            try:
-                tokenizer.train_bpe(_training_texts(reader, args, total, rejected), args.train_bpe, temporary)
-            except LostFileError:
-                raise
-            except ValueError:
-                first = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
-                problem = f"the documents hold no text to train a tokenizer on{first}"
-                raise mistake(
-                    "--input", " ".join(args.input), problem=problem, fix="give documents with text"
-                ) from None
+            texts = _training_texts(reader, args, total, rejected)
+            first = next(texts, None)
+            if first is None:
+                why = f"; the first document that was rejected is {rejected[0]}" if rejected else ""
+                problem = f"the documents hold no text to train a tokenizer on{why}"
+                raise mistake("--input", " ".join(args.input), problem=problem, fix="give documents with text")
+            tokenizer.train_bpe(chain([first], texts), args.train_bpe, temporary)
         else:
             tokenizer.import_pretrained(args.tokenizer, temporary, chat=args.chat, template=args.chat_template)
         os.rename(temporary, workspace.tokenizer)

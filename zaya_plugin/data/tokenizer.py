@@ -42,16 +42,9 @@ class TokenizerRecord:
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
     """Train and write a byte-level BPE with the pre-tokenisation of GPT-2: no byte is unknown, and any text
     round-trips.
-
-    Raises:
-        ValueError: there is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts = iter(texts)
-    first = next(texts, None)
-    if first is None:
-        raise mistake("texts", problem="there is no text to train a tokenizer on", allowed="at least one text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +54,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: str) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(chain([first], texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     os.makedirs(directory, exist_ok=True)
     # Not tokenizer.save(), which turns a full disk into a bare Exception.
     Path(directory, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
