@@ -63,6 +63,6 @@ def test_errors_say_what_to_do(prepared, tmp_path, shown):
 
 def test_runs_and_document_lengths():
     assert runs(np.array([1, 1, 0, 0, 1], bool)) == [(0, 2), (4, 5)] and runs(np.zeros(3, bool)) == []
-    assert document_lengths(np.array([4, 5, 0, 6, 0, 0, 0]), 0) == [3, 2]
-    assert document_lengths(np.array([4, 5, 0, 6]), 0) == [3, 1] and document_lengths(np.array([4, 0, 4]), None) == [3]
-    assert document_lengths(np.array([0, 0, 0]), 0) == [1]
+    for tokens, lengths in (([4, 5, 0, 6, 0, 0, 0], [3, 2]), ([4, 5, 0, 6], [3, 1]), ([0, 0, 0], [1])):
+        assert document_lengths(np.array(tokens), 0, np.array(tokens) == 0) == lengths
+    assert document_lengths(np.array([4, 0, 4]), None, None) == [3]

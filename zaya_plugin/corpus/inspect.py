@@ -119,17 +119,17 @@ def drawn(recipe: Recipe, start: int, count: int) -> Iterator[Sample]:
         yield Sample(source, name, item["tokens"].numpy(), item["loss_mask"].numpy() > 0, item["document_ends"].numpy())
 
 
-def document_lengths(tokens: np.ndarray, eod: int | None, last: np.ndarray | None = None) -> list[int]:
+def document_lengths(tokens: np.ndarray, eod: int | None, last: np.ndarray | None) -> list[int]:
     """Return the tokens of each document in a sample, its end included.
 
     Consecutive end-of-document tokens at the end of the sample are filling and count as no document.
 
     Args:
-        last: whether a token is the last of its document, bool [s]; None: where it is `eod`.
+        last: whether a token is the last of its document, bool [s]; None without `eod`.
     """
     if eod is None:
         return [len(tokens)]
-    last = tokens == eod if last is None else last & (tokens == eod)
+    last = last & (tokens == eod)
     other = np.flatnonzero(~last)
     used = min(len(tokens), (int(other[-1]) if len(other) else -1) + 2)
     ends = np.flatnonzero(last[:used]) + 1
