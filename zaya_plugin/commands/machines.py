@@ -183,7 +183,7 @@ def verify(options: argparse.Namespace) -> int:
         raise mistake("--storage", options.storage, problem="no check reads it", fix="--only storage, or --nodes")
     if options.nodes is not None:
         code = nodes.examine_nodes(options, checks, storage, options.command)
-        _draw(options.output, picture if not options.dry_run else None)
+        _draw(options.output, picture)
         return code
     if options.bundle is not None:
         from zaya_plugin.machines.support_bundle import pack
