@@ -96,7 +96,7 @@ def picture(runs: Sequence[RunData]) -> Page:
     return Page(
         title=names[0] if not several else f"{len(runs)} runs",
         lead=_lead(runs[0]) if not several else [", ".join(names)],
-        figures=() if several else _figures(runs[0]),
+        figures=() if several else [(name, *row) for name, row in facts(runs[0]).items()],
         groups=[(name, _colour(number)) for number, name in enumerate(names)] if several else (),
         panels=panels,
         overview=_tables(runs, names) if several else (),
@@ -286,10 +286,6 @@ def facts(run: RunData) -> dict[str, tuple[str, str]]:
         "step time": (_shown(_median(run, "step_s"), ".3g", " s"), "median"),
         "training time": (duration(seconds), "sum of the steps"),
     }
-
-
-def _figures(run: RunData) -> list[tuple[str, str, str]]:
-    return [(name, *row) for name, row in facts(run).items()]
 
 
 def _lead(run: RunData) -> list[str]:
