@@ -37,8 +37,8 @@ class TokenStream:
     """
 
     def __init__(self, prefix: str, identity: str, seed: int, cache_path: str):
-        self.reader, self.seed, self.cache_path = IndexedReader(prefix), seed, os.path.join(cache_path, identity)
-        self.marks = marks_of(prefix)
+        self.reader = IndexedReader(prefix, marks_of(prefix))
+        self.seed, self.cache_path = seed, os.path.join(cache_path, identity)
         self.words = [int(identity[:8], 16), int(identity[8:16], 16)]
         self.epoch_tokens = self.reader.indexed.tokens
         self._epoch = lru_cache(maxsize=2)(self._open_epoch)
@@ -49,9 +49,9 @@ class TokenStream:
 
     def read_marks(self, position: int, length: int) -> np.ndarray | None:
         """Return the marks uint8 [length] of these tokens; None for a dataset without chats."""
-        if self.marks is None:
+        if self.reader.marks is None:
             return None
-        return np.concatenate([self.marks[a:b] for a, b in self.ranges(position, length)])
+        return np.concatenate([self.reader.marks[a:b] for a, b in self.ranges(position, length)])
 
     def ranges(self, position: int, length: int) -> list[tuple[int, int]]:
         """Return where in .bin these tokens are, as (first, one past the last) in order."""
