@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zaya_plugin.data.fingerprint import file_xxh3
 from zaya_plugin.ground.errors import mistake
-from zaya_plugin.ground.lock import Held, Lock
+from zaya_plugin.ground.lock import Lock
 from zaya_plugin.ground.whole_file import write_whole
 
 RECORD_FILE, LOCK_NAME = "checksums.json", "lock"
@@ -30,9 +30,6 @@ class CacheWarning(UserWarning):
 
 class _BusyError(Exception):
     """Another process has the folder's lock."""
-
-    def __init__(self, held: Held):
-        super().__init__(str(held))
 
 
 @contextmanager
