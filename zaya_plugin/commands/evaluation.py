@@ -233,7 +233,7 @@ def _log(project: str, opened: Opened, record: dict) -> None:
     from zaya_plugin.training.sinks import WandbRun
 
     source = {key: value for key, value in record.items() if key != "results"}
-    run_id = getattr(opened.arguments, "zaya", {}).get("run_id") if opened.arguments is not None else None
+    run_id = getattr(opened.arguments, "zaya", {}).get("run_id")
     name = Path(opened.name).name
     sink = WandbRun(
         project=project,
