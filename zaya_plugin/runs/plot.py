@@ -107,11 +107,11 @@ def picture(runs: Sequence[RunData]) -> Page:
 def step_panels(runs: Sequence[RunData], names: Sequence[str]) -> tuple[list[Panel], list[str]]:
     """Return the panels over steps, and sentences about them, one for each panel that no run has the numbers of."""
     panels, missing = [], []
-    for panel, keys in (*_metric_panels(runs, names), _domains(runs, names), _jitter(runs, names)):
+    for panel, key in (*_metric_panels(runs, names), _domains(runs, names), _jitter(runs, names)):
         if panel.layers:
             panels.append(panel)
         else:
-            missing.append(_left_out(panel.title, keys[0]))
+            missing.append(_left_out(panel.title, key))
     marks = _marks(runs, names)
     lines = [(mark.step, MARKS[mark.kind][1]) for run in runs for mark in run.marks if MARKS[mark.kind][2]]
     for panel in panels:
@@ -161,23 +161,23 @@ def _lines(
     return lines, legend if len(curves) > 1 else []
 
 
-def _metric_panels(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[tuple[Panel, list[str]]]:
+def _metric_panels(runs: Sequence[RunData], names: Sequence[str]) -> Iterable[tuple[Panel, str]]:
     for title, unit, curves, note, factor, may_be_logarithmic in PANELS:
         lines, legend = _lines(runs, names, title, curves, factor)
         logarithmic = may_be_logarithmic and _spans_decades(lines)
         panel = Panel(title, STEP, [*lines], unit, note, logarithmic=logarithmic, key=legend)
-        yield panel, [curve.key for curve in curves]
+        yield panel, curves[0].key
 
 
-def _domains(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
+def _domains(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, str]:
     keys = dict.fromkeys(key for run in runs for key in run.metrics.columns if key.startswith("validation/"))
     curves = [Curve(key, key.split("/")[1], DASHES[number % len(DASHES)], dots=True) for number, key in enumerate(keys)]
     lines, legend = _lines(runs, names, "", curves) if curves else ([], [])
     panel = Panel("Validation loss by domain", STEP, [*lines], "nats a token", key=legend)
-    return panel, ["validation/<domain>/loss"]
+    return panel, "validation/<domain>/loss"
 
 
-def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[str]]:
+def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, str]:
     lines = []
     for group, run in enumerate(runs):
         steps, values = run.metrics.columns.get("step_s", ((), ()))
@@ -186,7 +186,7 @@ def _jitter(runs: Sequence[RunData], names: Sequence[str]) -> tuple[Panel, list[
             name = names[group] if len(runs) > 1 else "spread"
             lines.append(line(name, ends, shares, _colour(group), group=group, dots=len(ends) == 1))
     note = f"(p95 - p5) / median of the step times in windows of at least {JITTER_STEPS} steps."
-    return Panel("Step-time jitter", STEP, lines, "%", note), [f"step_s of {JITTER_STEPS} steps"]
+    return Panel("Step-time jitter", STEP, lines, "%", note), f"step_s of {JITTER_STEPS} steps"
 
 
 def jitter(steps: Any, seconds: Any) -> tuple[Any, Any]:
