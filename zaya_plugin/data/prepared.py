@@ -364,9 +364,10 @@ def check_dataset(
         else:
             _warn_about_bare(indexed, vocab_size, full, progress)
     if manifest is not None:
-        _check_tokenizer(tokenizer_of(path)[0], manifest.tokenizer)
+        directory, _ = tokenizer_of(path)
+        _check_tokenizer(directory, manifest.tokenizer)
         largest = max(manifest.splits[name].max_token_id for name in prefixes)
-        use = f"use the tokenizer that the dataset was made with: {tokenizer_of(path)[0]}"
+        use = f"use the tokenizer that the dataset was made with: {directory}"
         _check_vocabulary(path, largest, vocab_size, f"{use} ({manifest.tokenizer.vocab_size} entries)")
         appended_eod = manifest.tokenizer.eod_id if manifest.arguments["append eod"] else None
         if None not in (eod_id, appended_eod) and eod_id != appended_eod:
