@@ -39,7 +39,7 @@ class BinGPTDataset(GPTDataset):
 
     def __init__(self, indexed_dataset, dataset_path, *args, **kwargs):
         super().__init__(indexed_dataset, dataset_path, *args, **kwargs)
-        self.packed = dataset_path is not None and packed_length(dataset_path) is not None
+        self.packed = packed_length(dataset_path) is not None
         self.marks = marks_of(dataset_path) if self.packed else None
         if self.marks is not None:
             # Megatron replaces padding tokens and takes them out of the loss; bins have none, and the padding token of
