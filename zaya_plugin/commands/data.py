@@ -350,7 +350,7 @@ def check(options: argparse.Namespace) -> None:
         tokenizer = tokenizer or recipe.data.tokenizer
         find_sources(recipe)
     record = describe(tokenizer, tokenizer) if tokenizer is not None else None
-    paths = options.datasets if recipe is None else [path for _, path in named_datasets(recipe)]
+    paths = options.datasets if recipe is None else [path for _, path, _ in named_datasets(recipe)]
     for path in dict.fromkeys(paths):
         prefixes = locate(path)[1].values()
         files = [file for prefix in prefixes for end in (".bin", ".idx", MARKS) if os.path.isfile(file := prefix + end)]

@@ -166,7 +166,7 @@ def find_sources(recipe: Recipe) -> DataSources:
     train = parse_blend(data.blend, "data.blend", weighted=True)
     named = named_datasets(recipe)
     rules: dict[bool, str] = {}
-    for key, path in named:
+    for key, path, _ in named:
         manifest, _ = locate(path, key)
         if manifest is not None and not holds_chats(path):
             rules[manifest.special_tokens] = path
@@ -199,9 +199,8 @@ def find_sources(recipe: Recipe) -> DataSources:
                 allowed="chats in bins",
                 fix=f"zaya data pack {path} --sequence-length {length} --output {path}-{length}",
             )
-    trained, held_out = named[1 : 1 + len(train)] or named[:1], named[1 + len(train) :]
-    for split, paths in (("train", trained), ("valid", held_out)):
-        for key, path in paths:
+    for key, path, split in named:
+        if split is not None:
             _refuse_short(key, path, split, recipe.stage.seq_length)
     if data.consumed and data.order != "continuing":
         raise mistake(
@@ -232,16 +231,17 @@ def damaged_data(recipe: Recipe) -> str | None:
     return None
 
 
-def named_datasets(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the key and path of each dataset of a recipe: data.path, the entries of data.blend,
-    the validation data.
+def named_datasets(recipe: Recipe) -> list[tuple[str, str, str | None]]:
+    """Return key, path and split of each dataset of a recipe: data.path, the entries of data.blend, the validation
+    data. split: "train" or "valid", None for a data.path that a blend replaces.
     """
     data, domains = recipe.data, parse_blend(recipe.data.valid_blend, "data.valid_blend", weighted=True)
     valid = _validation(recipe, domains)
     key = "data.valid_blend" if domains else "data.valid_path" if data.valid_path else "data.path"
-    train = [("data.blend", entry.path) for entry in parse_blend(data.blend, "data.blend", weighted=True)]
+    train = [("data.blend", entry.path, "train") for entry in parse_blend(data.blend, "data.blend", weighted=True)]
     held_out = [valid] if isinstance(valid, str) else [entry.path for entry in valid or []]
-    return [("data.path", data.path), *train, *((key, path) for path in held_out)]
+    first = ("data.path", data.path, None if train else "train")
+    return [first, *train, *((key, path, "valid") for path in held_out)]
 
 
 def _refuse_short(key: str, path: str, split: str, length: int) -> None:

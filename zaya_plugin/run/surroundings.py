@@ -204,7 +204,7 @@ def check_data(recipe: Recipe) -> None:
 def missing_data(recipe: Recipe) -> str | None:
     """Return the message about a dataset of the recipe that this machine does not have, or None."""
     try:
-        for _, path in named_datasets(recipe):
+        for _, path, _ in named_datasets(recipe):
             locate(path)
     except ValueError as error:
         return str(error) if NO_DATASET in str(error) else None
