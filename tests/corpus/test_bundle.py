@@ -90,7 +90,10 @@ def test_planned_reads_and_what_cannot_be_bundled(shards, prepared, tmp_path, ca
         )
         == 0
     )
-    assert "8 sequences of 64 tokens each 2 s" in capsys.readouterr().out
+    head, _, documents, bins = capsys.readouterr().out.splitlines()
+    assert "8 sequences of 64 tokens each 2 s" in head and documents.startswith("  documents in random order")
+    # sigma = 1 + 4096 / (64 x 2 bytes), and 33 x 8 x 64 x 2 / 4096 pages in 2 s
+    assert bins.split() == ["packed", "into", "bins", "1.00", "33.000", "4", "0.0%", "0.000", "s"]
     for arguments, message in (
         ([shards[0], shards[0], "--dry-run"], "is named twice"),
         ([shards[0], str(prepared / "train"), "--dry-run"], "must be a whole dataset"),

@@ -11,7 +11,6 @@ data, 2 to 8 for fragments.
 import argparse
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -167,17 +166,14 @@ def planned_reads(run: PlannedRun, shards: list[Manifest]) -> str:
     name, token_bytes = next(iter(shards[0].splits)), np.dtype(shards[0].dtype).itemsize
     tokens = sum(shard.splits[name].tokens for shard in shards)
     documents = sum(shard.splits[name].documents for shard in shards)
+    # The name of each row, and whether its documents are packed into bins.
     rows = (("documents in random order", False), ("packed into bins", True))
-    return report(run, tokens, documents, token_bytes, rows if shards[0].packing is None else (("packed bins", True),))
-
-
-def report(run: PlannedRun, tokens: int, documents: int, token_bytes: int, rows: Sequence[tuple[str, bool]]) -> str:
-    """Return the table. rows: the name of each, and whether the documents are packed into bins."""
-    head = (
+    rows = rows if shards[0].packing is None else (("packed bins", True),)
+    lines = [
         f"reads of a run with {run.global_batch_size:,} sequences of {run.sequence_length:,} tokens each "
-        f"{run.step_seconds:g} s, pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:"
-    )
-    lines = [head, f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}"]
+        f"{run.step_seconds:g} s, pages of {run.page_bytes:,} bytes, a budget of {run.iops_budget:,.0f} reads/s:",
+        f"  {'':28} {'m':>8} {'sigma':>7} {'reads/s':>12} {'of budget':>10} {'least step':>11}",
+    ]
     for name, packed in rows:
         m = stretches(run.sequence_length, tokens, documents, packed)
         sigma = amplification(run, token_bytes, m)
