@@ -6,7 +6,6 @@ needs no device.
 import argparse
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from zaya_plugin.config.run_directory import checkpoints_of, iterations
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.option_numbers import MOST_RANKS, MOST_STEPS, real_number, whole_number
 from zaya_plugin.ground.progress import bar
+from zaya_plugin.ground.whole_file import listing
 
 FACT_CHARACTERS, NAMED_FILES = 100, 16  # at most, of the output of `show`
 LEFT = {
@@ -284,8 +284,7 @@ def _bytes(files: dict[str, dict]) -> int:
 def _files(folder: Path) -> dict[str, dict]:
     """Return the bytes of each file, as far as they can be read."""
     try:
-        files = sorted((entry for entry in os.scandir(folder) if entry.is_file()), key=lambda entry: entry.name)
-        return {entry.name: {"bytes": entry.stat().st_size} for entry in files}
+        return {name: {"bytes": size} for name, size in sorted(listing(folder).items()) if size is not None}
     except OSError:  # `problems` names it
         return {}
 
