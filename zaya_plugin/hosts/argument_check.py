@@ -20,7 +20,6 @@ from dataclasses import replace
 from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import ParallelConfig, Recipe
-from zaya_plugin.data.sources import vocabulary_of
 from zaya_plugin.data.tokenizer import check_opens
 
 
@@ -66,11 +65,9 @@ def prepare() -> None:
 def check(recipe: Recipe, world_size: int) -> None:
     """Raise ValueError for what Megatron's validation or the assignment of optimizers refuses."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-    from zaya_plugin.config.arguments import megatron_arguments
-    from zaya_plugin.hosts.stage_model import arguments_of_model
+    from zaya_plugin.hosts.stage_model import arguments_without_data
 
-    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary_of(recipe)}
-    arguments = arguments_of_model(megatron_arguments(recipe, tokenizer))
+    arguments = arguments_without_data(recipe)
     if recipe.data.tokenizer is not None:
         check_opens(recipe.data.tokenizer)
     if recipe.handover.from_hf is not None:

@@ -21,7 +21,6 @@ from torch import nn
 from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import padded, vocabulary_of
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 
@@ -64,19 +63,19 @@ def explain_optimizer(recipe: Recipe) -> None:
 
 def model_without_memory(recipe: Recipe) -> nn.Module:
     """Build the recipe's model on the meta device, with this process as the only rank."""
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ.update(environment)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     patches.apply_torch()
     patches.apply()
-    from zaya_plugin.config.arguments import megatron_arguments
-    from zaya_plugin.hosts import stage_model
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    vocabulary = vocabulary_of(recipe)
-    values = megatron_arguments(recipe, {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary})
-    args = stage_model.arguments_of_model({**values, "use_cpu_initialization": True})
-    stage_model.begin_alone(recipe.seed)
+    from zaya_plugin.hosts import stage_model
+    from zaya_plugin.model.build import groups_of_one
+
+    args = stage_model.arguments_without_data(recipe, use_cpu_initialization=True)
+    groups_of_one()
+    model_parallel_cuda_manual_seed(recipe.seed, force_reset_rng=True)
     with torch.device("meta"):
-        return stage_model.build_model(args, vocab_size=padded(vocabulary, recipe.model.make_vocab_size_divisible_by))
+        return stage_model.build_model(args, stage_model.model_config(args))
 
 
 def rows(model: nn.Module, roles: dict[str, ParameterRole]) -> list[Row]:

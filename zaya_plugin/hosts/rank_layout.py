@@ -23,7 +23,6 @@ import torch
 from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
-from zaya_plugin.data.sources import vocabulary_of
 
 
 def main(argv: list[str]) -> int:
@@ -43,11 +42,9 @@ def arguments(recipe: Recipe, world: int) -> Namespace:
     os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0")
     patches.apply_torch()
     patches.apply()
-    from zaya_plugin.config.arguments import megatron_arguments
     from zaya_plugin.hosts import stage_model
 
-    vocabulary = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary_of(recipe)}
-    return stage_model.arguments_of_model({**megatron_arguments(recipe, vocabulary), "use_cpu_initialization": True})
+    return stage_model.arguments_without_data(recipe, use_cpu_initialization=True)
 
 
 def rank_layout(recipe: Recipe, args: Namespace, world: int, rank: int) -> dict:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a run's arguments to its model, for `zaya train`, for a guest in another host and for one process alone.
 
-A process alone inspects or measures a recipe's model without a run: `arguments_of_model`, `begin_alone`, `build_model`.
+A process that inspects or measures a recipe's model without a run begins with `arguments_of_model` or
+`arguments_without_data`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import argparse
 import sys
 from typing import Any
 
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
 
-from zaya_plugin.config.arguments import OWN_ARGUMENTS
+from zaya_plugin.config.arguments import OWN_ARGUMENTS, megatron_arguments
 from zaya_plugin.config.megatron_review import key_of
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.data.sources import vocabulary_of
 from zaya_plugin.ground.errors import message, mistake
-from zaya_plugin.model.build import build_zaya_model, groups_of_one
+from zaya_plugin.model.build import build_zaya_model
 from zaya_plugin.model.config import ZayaConfig
 from zaya_plugin.model.gpt_model import ZayaGPTModel
 from zaya_plugin.training.optimizer import assign_optimizers
@@ -73,10 +74,12 @@ def arguments_of_model(values: dict[str, Any]) -> argparse.Namespace:
     return parse_arguments({name: value for name, value in values.items() if name not in RUN_ARGUMENTS})
 
 
-def begin_alone(seed: int) -> None:
-    """Start torch.distributed and Megatron's groups of one rank if they are missing; seed Megatron's random streams."""
-    groups_of_one()
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+def arguments_without_data(recipe: Recipe, **further: Any) -> argparse.Namespace:
+    """Return Megatron's arguments of a recipe, of whose data only the size of the vocabulary is read. further: arguments
+    that replace the recipe's.
+    """
+    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": vocabulary_of(recipe)}
+    return arguments_of_model({**megatron_arguments(recipe, tokenizer), **further})
 
 
 def model_config(args: argparse.Namespace) -> ZayaConfig:
@@ -84,17 +87,16 @@ def model_config(args: argparse.Namespace) -> ZayaConfig:
     return core_transformer_config_from_args(args, ZayaConfig)
 
 
-def build_model(args: argparse.Namespace, config: ZayaConfig | None = None, **stage) -> ZayaGPTModel:
-    """Build one (virtual) pipeline stage; `stage` holds build_zaya_model's arguments for a stage and may replace its
-    others.
-    """
-    described = dict(
+def build_model(args: argparse.Namespace, config: ZayaConfig, **stage) -> ZayaGPTModel:
+    """Build one (virtual) pipeline stage. stage: build_zaya_model's arguments for a stage."""
+    return build_zaya_model(
+        config,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
+        **stage,
     )
-    return build_zaya_model(config or model_config(args), **described | stage)
 
 
 def build_stage(recipe: Recipe, args: argparse.Namespace, config: ZayaConfig, **stage) -> ZayaGPTModel:
