@@ -95,7 +95,7 @@ class Guest(Adapter):
         """Replace the host's functions for the rest of the process. more: further symbols of this host, as `hooks`."""
         relay_batch_signals(self.args)
         atexit.register(loader_processes.end)  # before multiprocessing's own, which was registered earlier
-        self.restore = hooks.install([*self.hooks(), *more])
+        hooks.install([*self.hooks(), *more])
 
     def hooks(self) -> list[tuple[str, Callable]]:
         saves = [(TRAINING + "save_checkpoint", self.save_and_prune), (SAVE, commit.save)]

@@ -80,7 +80,6 @@ def run(
     args = parse_arguments(megatron_arguments(recipe, sources.tokenizer_arguments()))
     trainer = Trainer(recipe, args, lifecycle, sources, reporter)
     trainer.check()
-    saver = trainer.saved.saver
     registered_buffers.end_with_release()
     phases.begin(f"connecting {args.world_size} ranks" if args.world_size > 1 else "setting up Megatron")
     try:
@@ -129,7 +128,7 @@ def run(
                 trainer.saved.finish(trainer.step)
         finally:
             loader_processes.end()
-            saver.close()
+            trainer.saved.saver.close()
             release_graphs()
             reporter.close()  # last, since it may wait for a tracker
         if sys.exc_info()[0] is None:  # all ranks have arrived
@@ -228,7 +227,6 @@ class Trainer(Adapter):
         self.signal: AgreedSignal | None = None
         self.guard: LossGuard | None = None  # on the rank that reports
         self.spiked = 0  # the first step of a loss spike, once the guard asks to roll back
-        self.rolls_back = recipe.guard.loss_spike == "roll_back"
 
     def check(self) -> None:
         super().check()
@@ -383,7 +381,7 @@ class Trainer(Adapter):
     def act_on(self, spike: Spike) -> None:
         """Name a loss spike, and where the recipe says so let all ranks roll back."""
         self.reporter.note([f"WARNING: {spike.text}"])
-        if self.rolls_back:
+        if self.recipe.guard.loss_spike == "roll_back":
             self.spiked = spike.first_step
             first = max(1, spike.first_step - 1)  # from its checkpoint on the state is spoiled
             values = {**asdict(spike), "first_spike": spike.first_step, "first_step": first}
@@ -396,10 +394,9 @@ class Trainer(Adapter):
         """Write the allocator's history of this rank, for pytorch.org/memory_viz; Megatron records it from the
         start.
         """
-        rank = torch.distributed.get_rank()
-        if rank in args.profile_ranks:
+        if args.rank in args.profile_ranks:
             path = Path(args.memory_snapshot_path)
-            torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{rank}")))
+            torch.cuda.memory._dump_snapshot(str(path.with_stem(f"{path.stem}_rank{args.rank}")))
 
     @heartbeat.during("validate")
     def evaluate_and_report(

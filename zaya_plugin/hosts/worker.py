@@ -132,14 +132,20 @@ def prepare(recipe) -> None:
 
 def _train(recipe, rank: int, world_size: int, console) -> int:
     prepare(recipe)
+    from zaya_plugin.data.sources import find_sources
+
+    return train_on(find_sources(recipe), recipe, rank, world_size, console)
+
+
+def train_on(sources, recipe, rank: int, world_size: int, console) -> int:
+    """Train the recipe on `sources`, after `prepare`. Return the exit status."""
     import torch
 
-    from zaya_plugin.data.sources import find_sources
     from zaya_plugin.hosts import pretrain
     from zaya_plugin.training.lifecycle import Lifecycle
     from zaya_plugin.training.metrics import Reporter
 
-    code = pretrain.run(recipe, find_sources(recipe), Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
+    code = pretrain.run(recipe, sources, Lifecycle(recipe), Reporter(recipe, rank, world_size, console))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return code

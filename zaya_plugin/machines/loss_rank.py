@@ -30,9 +30,7 @@ def train(recipe, rank: int, world_size: int, console) -> None:
     worker.prepare(recipe)
     import torch
 
-    from zaya_plugin.hosts import adapter, pretrain
-    from zaya_plugin.training.lifecycle import Lifecycle
-    from zaya_plugin.training.metrics import Reporter
+    from zaya_plugin.hosts import adapter
 
     build_stage = adapter.build_stage
 
@@ -42,11 +40,7 @@ def train(recipe, rank: int, world_size: int, console) -> None:
         return build_stage(*positional, **named)
 
     adapter.build_stage = seeded
-
-    reporter = Reporter(recipe, rank, world_size, console)
-    pretrain.run(recipe, SkewedTokens(DEMO_VOCABULARY), Lifecycle(recipe), reporter)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    worker.train_on(SkewedTokens(DEMO_VOCABULARY), recipe, rank, world_size, console)
 
 
 if __name__ == "__main__":
