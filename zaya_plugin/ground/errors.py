@@ -150,7 +150,7 @@ def _of_storage(error: BaseException, directory: str | os.PathLike, offline: boo
     # Of errors in a data loader or shutil.copytree the text alone is kept; torch's of shared memory are RuntimeErrors.
     if number is None and (read := re.search(r"\[Errno (\d+)\] ([^:\n'\"]+)(?:: '(.*?)')?[\s'\")\]]*$", str(error))):
         number, text, path = int(read[1]), read[2], read[3]
-    elif isinstance(error, RuntimeError) and re.search(LOADER_KILLED, str(error)) and not _is_full("/dev/shm"):
+    elif isinstance(error, RuntimeError) and re.search(LOADER_KILLED, str(error)) and not is_full("/dev/shm"):
         problem = "a data loader was ended by SIGBUS: a data file became shorter while it was read, its disk fails, or "
         problem += f"/dev/shm was full (now {free_space('/dev/shm')})"
         return message(
@@ -169,7 +169,7 @@ def _of_storage(error: BaseException, directory: str | os.PathLike, offline: boo
     if path is None and "multiprocessing/synchronize.py" in _place(error):  # semaphores of data loaders are files there
         path = "/dev/shm"
     if path is None and number in (errno.ENOSPC, errno.EDQUOT):
-        path = next((place for place in (directory, "/dev/shm", *_temporary()) if _is_full(place)), None)
+        path = next((place for place in (directory, "/dev/shm", _temporary()) if is_full(place)), None)
     fixes = {
         errno.ENOSPC: "free some space or files there",
         errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
@@ -185,7 +185,7 @@ def _of_storage(error: BaseException, directory: str | os.PathLike, offline: boo
     fix = fixes.get(number, "make it readable and writable for you")
     if path is None:  # an error that names no file is of no directory in particular
         places = ", ".join(
-            f"{place}: {free_space(place)}" for place in (_absolute(directory), "/dev/shm", *_temporary())
+            f"{place}: {free_space(place)}" for place in (_absolute(directory), "/dev/shm", _temporary())
         )
         problem = f"{text}, at {_place(error)}; the error names no file ({places})"
         return message("storage", problem=problem, fix="look at the place in the log; then the same command again")
@@ -203,11 +203,12 @@ def _absolute(path: str | bytes | os.PathLike) -> str:
     return path
 
 
-def _temporary() -> list[str]:
-    return [os.environ.get("TMPDIR") or "/tmp"]
+def _temporary() -> str:
+    return os.environ.get("TMPDIR") or "/tmp"
 
 
-def _is_full(place: str | os.PathLike) -> bool:
+def is_full(place: str | os.PathLike) -> bool:
+    """Return whether the file system of `place` has less than FULL_DISK or no inodes free; False if it cannot be asked."""
     try:
         space = os.statvfs(place)
     except OSError:

@@ -6,6 +6,7 @@ sleep unchecked (`tests/commands/test_option_ranges.py`).
 """
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -25,12 +26,10 @@ def number(kind: Callable, allowed: str, holds: Callable[[float], bool]) -> Call
     """Return a type for argparse: `kind` of the text, refused unless `holds`; `allowed` completes "is not ..."."""
 
     def parse(text: str):
-        try:
+        with contextlib.suppress(ValueError, OverflowError):
             value = kind(text)
             if holds(value):
                 return value
-        except (ValueError, OverflowError):
-            pass
         raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
 
     return parse
@@ -60,9 +59,10 @@ def real_number(least: float, most: float) -> Callable[[str], float]:
     return number(real, f"a number from {least:g} to {most:g}", lambda value: least <= value <= most)
 
 
-def _bytes(text: str) -> int:
-    factor = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
-    return int(real(text[:-1]) * factor) if factor > 1 else whole(text)
+def _bytes(text: str, thousand: int = 1000) -> int:
+    """Return a number of bytes, with or without K, M, G or T, of which K is `thousand`; raises ValueError otherwise."""
+    power = {"K": 1, "M": 2, "G": 3, "T": 4}.get(text[-1:].upper())
+    return int(real(text[:-1]) * thousand**power) if power else whole(text)
 
 
 def size_up_to(most: int) -> Callable[[str], int]:
@@ -70,14 +70,11 @@ def size_up_to(most: int) -> Callable[[str], int]:
     return number(_bytes, f"a size from 1 to {most // 10**6}M bytes", lambda value: 0 < value <= most)
 
 
-def _binary_bytes(text: str) -> int:
-    power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
-    return int(real(text[:-1]) * 1024**power) if power else whole(text)
-
-
 # Type for argparse: bytes of a message, with the powers of 1024 that rccl-tests and Primus mean by K, M and G.
 message_size = number(
-    _binary_bytes, "a size from 1K to 64G, such as 64K or 8G (powers of 1024)", lambda value: 2**10 <= value <= 2**36
+    lambda text: _bytes(text, 1024),
+    "a size from 1K to 64G, such as 64K or 8G (powers of 1024)",
+    lambda value: 2**10 <= value <= 2**36,
 )
 # Types for argparse: bytes from 4000000, 4M or 1.5G (powers of ten); a share.
 size = number(_bytes, "a size: a number of bytes, or one with K, M, G or T, such as 4M", lambda value: value > 0)

@@ -5,6 +5,7 @@ One process of a run shows them: the launcher on its stderr, then rank 0 on the 
 `quiet_hosts` keeps from the console what only a rank's log needs.
 """
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -42,10 +43,8 @@ def end() -> None:
 
 
 def _print(console: TextIO, text: str) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # a console that is gone must not end the thread with a traceback
         print(f"zaya: {text}", file=console, flush=True)
-    except (OSError, ValueError):  # a console that is gone must not end the thread with a traceback
-        pass
 
 
 def quiet_hosts() -> None:

@@ -5,6 +5,7 @@ kill them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,10 +48,8 @@ def state(pid: int) -> str:
 def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to each process that still exists."""
     for pid in pids:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def kill_all(variable: str, seconds: float, between: Callable[[], None] = lambda: None) -> list[int]:
@@ -84,10 +83,8 @@ def reap() -> None:
     """Reap adopted orphans that have ended; children in OWN_CHILDREN keep their exit codes for `subprocess`."""
     for pid in _zombies(os.getpid()):
         if pid not in OWN_CHILDREN:
-            try:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                pass
 
 
 OWN_CHILDREN: set[int] = set()

@@ -31,7 +31,7 @@ from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import damaged_data
 from zaya_plugin.ground import phases
-from zaya_plugin.ground.errors import FULL_DISK, free_space, message, mistake
+from zaya_plugin.ground.errors import free_space, is_full, message, mistake
 from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.ground.parent_death import (
     BATCH_SIGNALS,
@@ -265,8 +265,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     if code < 0:
         print(f"zaya: torchrun was killed by {_signal_name(-code)}; its ranks have ended", file=sys.stderr)
         return Ended(128 - code, folder, stopped=True)
-    space = os.statvfs(log_dir)
-    if space.f_bavail * space.f_frsize < FULL_DISK or space.f_files and not space.f_favail:
+    if is_full(log_dir):
         # The ranks' own messages are on that disk and incomplete.
         problem = f"No space left on device ({free_space(str(log_dir))}); earlier checkpoints are complete"
         fix = "free some space, then the same command with resume=auto"
