@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hip_ops.runtime.rocm import find_program
-from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.ground.mounts import read
 
 AMD = "0x1002"
 # Some queries of rocm-smi add this many to a count at each call: a defect of the report, not errors.
@@ -55,7 +55,7 @@ class GpuSysfs(Collector):
 
     def poll(self, now: float) -> list[Evidence]:
         cards = {path.name: path for path in (self.root / "sys/class/drm").glob("card*") if path.name[4:].isdecimal()}
-        cards = {name: path for name, path in cards.items() if read(path / "device/vendor").strip() == AMD}
+        cards = {name: path for name, path in cards.items() if read(path / "device/vendor") == AMD}
         evidence = []
         for name in sorted(self._cards - cards.keys()):
             text = f"{name} is gone; {len(cards)} of {len(self._cards)} GPUs are left"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zaya_plugin.aegis.collectors.runner import Collector, Growth
 from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.ground.mounts import read
 
 LEAST_MEMORY = 0.03  # of the whole
 # Resource -> percent of 10 s in which all processes waited. A node that reads data waits for disks often.
@@ -92,14 +93,6 @@ class Host(Collector):
         begins = holds and key not in self._low
         (self._low.add if holds else self._low.discard)(key)
         return [self.evidence(now, rule, text, **values)] if begins else []
-
-
-def read(path: Path) -> str:
-    """Return a file of the kernel, or "" where there is none."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def number(path: Path, name: str) -> int | None:

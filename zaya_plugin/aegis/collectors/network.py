@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from statistics import median
 
-from zaya_plugin.aegis.collectors.host import read
 from zaya_plugin.aegis.collectors.runner import Collector, Growth, Tool
 from zaya_plugin.aegis.diagnose.evidence import Evidence
+from zaya_plugin.ground.mounts import read
 
 LOST_SHARE, LEAST_LOST = 0.02, 20  # of the segments of two polls, and their least number: a few are lost everywhere
 FATAL = {"unrecoverable_err", "res_tx_pci_err", "res_rx_pci_err", "res_mem_err"}  # bnxt
@@ -57,13 +57,13 @@ class Links(Collector):
         for folder in sorted(net.glob("*")):
             if folder.name in self.interfaces or not self.interfaces and (folder / "device").exists():
                 watched.add(folder.name)
-                up, downs = read(folder / "operstate").strip() == "up", carrier_downs(folder)
+                up, downs = read(folder / "operstate") == "up", carrier_downs(folder)
                 evidence += self._compare(now, folder.name, up, downs)
         for name in [name for name in self._up if "/" not in name and name not in watched]:
             evidence += self._compare(now, name, False, None)  # the interface is gone, as when its card was reset
         for port in sorted((self.root / "sys/class/infiniband").glob("*/ports/*")):
             # A RoCE port has the link of its interface, and its state may stay ACTIVE when the carrier flaps.
-            if read(port / "gid_attrs/ndevs/0").strip() not in watched:
+            if read(port / "gid_attrs/ndevs/0") not in watched:
                 up = "ACTIVE" in read(port / "state")
                 evidence += self._compare(now, f"{port.parent.parent.name}/{port.name}", up, None)
         return evidence
@@ -92,7 +92,7 @@ class Links(Collector):
 
 def carrier_downs(interface: Path) -> int | None:
     """Return how often the carrier of an interface was lost: half its changes where the kernel counts only these."""
-    downs, changes = (read(interface / name).strip() for name in ("carrier_down_count", "carrier_changes"))
+    downs, changes = (read(interface / name) for name in ("carrier_down_count", "carrier_changes"))
     return int(downs) if downs.isdecimal() else int(changes) // 2 if changes.isdecimal() else None
 
 
@@ -163,7 +163,7 @@ class Rdma(Collector):
         ports = sorted((self.root / "sys/class/infiniband").glob("*/ports/*"))
         for port in ports:
             for path in sorted((port / "hw_counters").glob("*")):
-                if path.name in FATAL | LOSSES and (value := read(path).strip()).isdecimal():
+                if path.name in FATAL | LOSSES and (value := read(path)).isdecimal():
                     yield f"{port.parent.parent.name}/{port.name}", path.name, int(value)
         if ports and not any((port / "hw_counters").exists() for port in ports):
             yield from statistics(self._tool.output(self.rdma, "statistic", "-j") or "")
