@@ -39,7 +39,7 @@ class Rank:
     """One rank's share of a step.
 
     Attributes:
-        layers, embedding, head: number of layers, and whether the rank holds the embedding and the head.
+        layers, head: number of layers, and whether the rank holds the head. It holds the embedding in any case.
         tokens: computed in a step. With tensor parallelism a rank computes all tokens of its heads, and its share of
             the tokens outside attention: in both cases 1 / tensor-parallel size of the work.
         micro_batches: of a step.
@@ -55,7 +55,6 @@ class Rank:
     tokens: int
     micro_batches: int
     experts: int
-    embedding: bool = True
     head: bool = True
     activation_bytes: int = 2
     stream_bytes: int = 4
@@ -150,7 +149,7 @@ def _activation_bytes(shape: Shape, rank: Rank) -> dict[str, float]:
         # Hidden state in, its gradient out; the logits need no memory.
         "head": rank.head * a * 3 * h,
         # A row read and written; backward a row added to the fp32 gradient.
-        "embedding": rank.embedding * (2 * a * h + (a + 2 * FLOAT32_BYTES) * h),
+        "embedding": 2 * a * h + (a + 2 * FLOAT32_BYTES) * h,
     }
     moved = {part: float(rank.layers * rank.tokens * value) for part, value in per_token.items()}
     return moved | {part: float(rank.tokens * value) for part, value in ends.items()}
