@@ -165,8 +165,7 @@ def rows(rate: float, right: bool = True) -> dict:
     ],
 )
 def test_the_rate_is_compared_with_the_links(name, ranks, rate, state):
-    setting = Setting("cuda", ranks, name, Path("unused"))
-    outcome = collectives.judged(rows(rate), machine_of(name), ranks, setting)
+    outcome = collectives.judged(rows(rate), machine_of(name), ranks)
     assert outcome.state == state, outcome.reason
     assert outcome.compared == {"all_reduce_gb_per_s": {"": rate}}
     assert ("PREDICTION" in outcome.expected["kind"]) == ("MI3" in name)

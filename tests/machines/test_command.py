@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.running import zaya
+from zaya_plugin.bench.results import write
 from zaya_plugin.cli import main
 from zaya_plugin.machines import examination
 from zaya_plugin.machines.checks import CHECKS, DOCTOR, DOCTOR_ALL, STATES, VERIFY, Outcome, checks_of
@@ -137,7 +138,7 @@ def test_records_of_several_nodes_in_one_folder(tmp_path):
     """Records whose names differ behind the last dot do not share a temporary file."""
     (tmp_path / "verify.new").mkdir()
     for node in ("node1", "node2"):
-        examination.write(tmp_path / f"verify.{node}", {"node": node})
+        write(tmp_path / f"verify.{node}", {"node": node})
     assert {path.name for path in tmp_path.iterdir()} == {"verify.new", "verify.node1", "verify.node2"}
 
 

@@ -18,6 +18,7 @@ STATES = ("pass", "slow", "wrong", "unsupported", "skipped")
 DOCTOR, DOCTOR_ALL, VERIFY, NODES = "doctor", "doctor --all", "verify", "verify --nodes"
 PACKAGE = "zaya_plugin.machines."
 LOG_LINES = 30  # of a failed check, for the record
+MI300X_TARGET = "gfx942"  # whose library a machine without AMD's devices reports on
 
 
 @dataclass

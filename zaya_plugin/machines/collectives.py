@@ -46,7 +46,7 @@ def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
     words = [sys.executable, "-m", RANK, part, setting.device]
     commands = [[*words, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
-    codes = run_all(commands, logs, limit_s, together=True, environment=variables(setting, ranks))
+    codes = run_all(commands, logs, limit_s, together=True, environment=variables(setting))
     killed = [rank for rank, code in enumerate(codes) if code is None]
     if failed := [rank for rank, code in enumerate(codes) if code] or killed:
         rank, code = failed[0], codes[failed[0]]
@@ -58,7 +58,7 @@ def run_ranks(part: str, setting: Setting, ranks: int, limit_s: float) -> dict[s
     return json.loads((folder / RESULT).read_text())
 
 
-def variables(setting: Setting, ranks: int) -> dict[str, str]:
+def variables(setting: Setting) -> dict[str, str]:
     """Return the environment of a rank: that of the machine's cluster recipe, as in training."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     return environment if setting.on_cpu else environment | recipe_of(setting.name).cluster.environment
@@ -119,10 +119,10 @@ def all_reduce(setting: Setting) -> Outcome:
         result = run_ranks("all_reduce", setting, ranks, START_S + SWEEP_S)
     except RanksFailed as error:
         return Outcome("wrong", str(error), traceback=end_of(error.log))
-    return judged(result, machine_of(setting.name), ranks, setting)
+    return judged(result, machine_of(setting.name), ranks)
 
 
-def judged(measured: dict[str, Any], machine, ranks: int, setting: Setting) -> Outcome:
+def judged(measured: dict[str, Any], machine, ranks: int) -> Outcome:
     """Judge the sweep: exact sums, and the rate of the largest size."""
     wrong = [row["bytes"] for row in measured["sizes"] if not row["right"]]
     if wrong:

@@ -2,7 +2,6 @@
 """Run checks on this machine, print each result as a line of the page, and keep all of them as one record (JSON)."""
 
 import datetime
-import json
 import platform
 import re
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_plugin import __version__
+from zaya_plugin.bench.results import commit, write
 from zaya_plugin.ground import secrets
-from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.machines.check_process import CheckProcess
 from zaya_plugin.machines.checks import STATES, Check
 
@@ -27,8 +26,6 @@ WIDTH = 100  # of a reason on the page; the record has all of it
 
 def header(command: str) -> dict[str, Any]:
     """Return the beginning of a record."""
-    from zaya_plugin.bench.results import commit
-
     return {
         "schema": SCHEMA,
         "zaya_plugin": __version__,
@@ -85,10 +82,6 @@ def examine(
             process.close()
     keep(running="")
     return record
-
-
-def write(output: Path, record: dict[str, Any]) -> None:
-    write_whole(output, json.dumps(record, indent=1) + "\n")
 
 
 def is_wrong(record: dict[str, Any]) -> bool:

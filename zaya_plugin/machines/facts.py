@@ -72,7 +72,12 @@ class Facts:
     @property
     def amd(self) -> bool:
         """Whether the environment is AMD's: by its torch or, where that is hidden, by the machine's devices."""
-        return bool(self.hip or any(arch in INSTINCT for arch in self.kfd))
+        return bool(self.hip or self.instincts)
+
+    @property
+    def instincts(self) -> list[str]:
+        """Return the architectures of AMD's accelerators that the kernel lists."""
+        return [arch for arch in self.kfd if arch in INSTINCT]
 
     @property
     def tritons(self) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from zaya_plugin import compat
-from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.checks import MI300X_TARGET, Outcome, Setting
 
 NO_DEVICES = {"built_for": "CPU", "hip": None, "cuda": None, "accelerators": []}
 UNKNOWN = "unknown: "
@@ -170,7 +170,7 @@ def kernels(setting: Setting) -> Outcome:
             figures[name] = report(name, check=False)
         except ValueError as error:
             figures[name] = [str(error)]
-    target = answer(lambda: target_of(torch.device("cuda", 0))) if setting.on_rocm else "gfx942"
+    target = answer(lambda: target_of(torch.device("cuda", 0))) if setting.on_rocm else MI300X_TARGET
     if not is_unknown(target):  # the lines of the device name another architecture
         figures[target] = [f"library of hip: {library_note(target)}", f"kernels of triton: {objects_note(target)}"]
     details = [f"{name:4}  {line}" for name, lines in figures.items() for line in lines]

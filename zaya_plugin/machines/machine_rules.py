@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known problems of a machine: devices, drivers, HIP and RCCL, environment variables, limits and file systems."""
 
-from zaya_plugin.machines.facts import GITHUB, INSTINCT, PRIMUS, Facts, Rule
+from zaya_plugin.machines.facts import GITHUB, PRIMUS, Facts, Rule
 
 HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -45,7 +45,7 @@ MACHINE_RULES = (
         lambda facts: (
             facts.kfd_denied
             and not facts.archs
-            and any(arch in INSTINCT for arch in facts.kfd)
+            and facts.instincts
             and f"the kernel lists {len(facts.kfd)} AMD devices, and this user cannot read and write /dev/kfd"
         ),
         "without it no program of ROCm finds a device",
@@ -69,7 +69,7 @@ MACHINE_RULES = (
     Rule(
         "other-architecture",
         "warning",
-        lambda facts: any(arch in INSTINCT for arch in facts.kfd) and facts.variables("HSA_OVERRIDE_GFX_VERSION"),
+        lambda facts: facts.instincts and facts.variables("HSA_OVERRIDE_GFX_VERSION"),
         "ROCm then takes the device for another one, and loads kernels that were compiled for that",
         "unset HSA_OVERRIDE_GFX_VERSION",
         GITHUB + "ROCm/rocm-systems/pull/5686",

@@ -8,6 +8,7 @@ files in nodes/ in the folder of the record, which all nodes share.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import printable
 from zaya_plugin.aegis.slurm import write_failing
+from zaya_plugin.bench.results import write
 from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.errors import mistake
 from zaya_plugin.ground.node_list import node_names
@@ -30,7 +32,7 @@ from zaya_plugin.ground.option_numbers import MOST_AMOUNT, real_number
 from zaya_plugin.ground.whole_file import write_whole
 from zaya_plugin.machines.check_process import run_all
 from zaya_plugin.machines.checks import Check
-from zaya_plugin.machines.examination import header, write
+from zaya_plugin.machines.examination import header
 
 SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={node}"
 RANK = (sys.executable, "-m", "zaya_plugin.machines.collective_rank", "all_reduce")
@@ -142,13 +144,11 @@ def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return rounds of pairs in which every node gets two partners where there are three nodes or more: a node that is
     slow with one partner alone may not be the cause.
     """
-    names = list(nodes)
-    if len(names) < 3:
-        return [[(names[0], names[1])]] if len(names) == 2 else []
-    ring = list(zip(names, names[1:] + names[:1], strict=True))
-    even = [pair for number, pair in enumerate(ring) if number % 2 == 0 and number < len(names) - len(names) % 2]
-    odd = [pair for number, pair in enumerate(ring) if number % 2 == 1]
-    return [even, odd, *([[ring[-1]]] if len(names) % 2 else [])]
+    if len(nodes) < 3:
+        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
+    ring = [*itertools.pairwise([*nodes, nodes[0]])]
+    even = len(ring) - len(ring) % 2  # the last pair of an odd ring has a round of its own
+    return [ring[:even:2], ring[1:even:2], *([ring[even:]] if len(ring) % 2 else [])]
 
 
 def recipe_variables(overrides: Sequence[str]) -> dict[str, str]:

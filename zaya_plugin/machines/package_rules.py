@@ -6,7 +6,7 @@ image's (tests/machines/test_known_problems.py).
 """
 
 from zaya_plugin import compat
-from zaya_plugin.machines.facts import GITHUB, IMPORT_ERRORS, INSTINCT, PRIMUS, Facts, Rule, before
+from zaya_plugin.machines.facts import GITHUB, IMPORT_ERRORS, PRIMUS, Facts, Rule, before
 
 NEW_CONTAINER = "start a new container of the image, and install with its packages pinned (docs/mi300x.md, step 1)"
 
@@ -28,9 +28,11 @@ def _no_triton(facts: Facts) -> str | None:
     return f"megatron.core {facts.core} and no triton" if needed and facts.modules.get("triton") is False else None
 
 
-def _failed(facts: Facts, name: str, call: str, import_errors: bool) -> str | None:
-    failure = facts.failures.get(name)
-    return f"{call}: {failure}" if failure and failure.startswith(IMPORT_ERRORS) == import_errors else None
+def _transformer_engine(facts: Facts, import_errors: bool) -> str | None:
+    """Return how Transformer Engine's import failed: with an error of importing, or with another one."""
+    failure = facts.failures.get("transformer_engine")
+    fits = failure and failure.startswith(IMPORT_ERRORS) == import_errors
+    return f"import transformer_engine.pytorch: {failure}" if fits else None
 
 
 def _aiter_backward(facts: Facts) -> str | None:
@@ -56,9 +58,9 @@ PACKAGE_RULES = (
         lambda facts: (
             facts.cuda
             and not facts.archs
-            and (devices := [arch for arch in facts.kfd if arch in INSTINCT])
-            and f"torch {facts.versions.get('torch')} for CUDA {facts.cuda} on a machine with {len(devices)} x "
-            f"{devices[0]}"
+            and facts.instincts
+            and f"torch {facts.versions.get('torch')} for CUDA {facts.cuda} on a machine with {len(facts.instincts)} x "
+            f"{facts.instincts[0]}"
         ),
         "this torch has no code for AMD's devices; an install of another package has replaced the image's, or a "
         "virtual environment hides it",
@@ -162,7 +164,7 @@ PACKAGE_RULES = (
     Rule(
         "broken-transformer-engine",
         "error",
-        lambda facts: _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=False),
+        lambda facts: _transformer_engine(facts, import_errors=False),
         "Megatron falls back to its own modules after an ImportError only; any other error ends Megatron's import",
         "pip uninstall transformer-engine, or install a build for this torch: transformer-engine[pytorch]",
         GITHUB + "ArcInstitute/evo2/issues/201",
@@ -172,7 +174,7 @@ PACKAGE_RULES = (
     Rule(
         "no-transformer-engine",
         "warning",
-        lambda facts: _failed(facts, "transformer_engine", "import transformer_engine.pytorch", import_errors=True),
+        lambda facts: _transformer_engine(facts, import_errors=True),
         "Transformer Engine is installed and cannot be imported; cluster.transformer_impl=transformer_engine is "
         "refused",
         "install what is missing, or pip uninstall transformer-engine",

@@ -23,13 +23,13 @@ from hip_ops.versions import NOT_RUN, VERSIONS
 from zaya_plugin.ground import secrets
 from zaya_plugin.ground.mounts import ROOT
 from zaya_plugin.machines import installed
-from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.checks import MI300X_TARGET, Outcome, Setting
 from zaya_plugin.machines.examination import VARIABLES
 from zaya_plugin.machines.hardware import limits
 from zaya_plugin.machines.installed import UNKNOWN, answer
 from zaya_plugin.plan.known_machine import machine_of
 
-TARGET, FIRST_DEVICE = "gfx942", torch.device("cuda", 0)
+FIRST_DEVICE = torch.device("cuda", 0)
 COMMAND_S = 20  # of a tool of the driver; amd-smi waits for ever for a device that hangs
 COMMANDS = (
     ("amd-smi", "version"),
@@ -51,7 +51,7 @@ def environment(setting: Setting) -> Outcome:
     """Collect the environment. Wrong: missing devices, two HIP runtimes in the process, or a shipped library that is
     not the verified one.
     """
-    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else TARGET
+    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else MI300X_TARGET
     figures: dict[str, Any] = {
         "devices": installed.torch_devices(),
         "packages": installed.versions(),
@@ -181,8 +181,8 @@ def hazards(setting: Setting) -> Outcome:
     failure = answer(lambda: compile_formula(FIRST_DEVICE)) if setting.on_rocm else None
     failure = (failure or "").removeprefix(UNKNOWN)
     objects = sorted(scanner.triton_objects(), key=lambda path: path.stat().st_mtime, reverse=True)
-    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else TARGET
-    folder = build.shipped_folder(target if build.shipped_folder(target).is_dir() else TARGET)
+    target = answer(lambda: launchers.target_of(FIRST_DEVICE)) if setting.on_rocm else MI300X_TARGET
+    folder = build.shipped_folder(target if build.shipped_folder(target).is_dir() else MI300X_TARGET)
     shipped = [folder / build.LIBRARY, *sorted(folder.glob("*.hsaco"))]
     files = [*shipped, *objects[:MAX_OBJECTS]]
     folders, compiled = list(map(str, scanner.triton_folders())), sum(map(scanner.is_inductors, objects[:MAX_OBJECTS]))

@@ -3,13 +3,13 @@
 which cannot know all of them.
 """
 
-import datetime
 import errno
 import io
 import json
 import os
 import re
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,5 +98,5 @@ def read(path: Path, run_dir: Path | None = None) -> str | OSError:
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime = len(content), int(datetime.datetime.now().timestamp())
+    entry.size, entry.mtime = len(content), int(time.time())
     archive.addfile(entry, io.BytesIO(content))

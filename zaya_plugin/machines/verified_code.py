@@ -11,9 +11,8 @@ import torch
 from hip_ops.runtime import build, code_objects, launchers, operator
 from hip_ops.versions import VERSIONS
 from zaya_plugin.bench import step_code
-from zaya_plugin.machines.checks import Outcome, Setting
+from zaya_plugin.machines.checks import MI300X_TARGET, Outcome, Setting
 
-DEFAULT_TARGET = "gfx942"
 EXPLANATION = (
     "verified: the package holds its bytes, which were scanned for hazards and run in an emulator of the device.",
     "unverified: compiled at the site, or of the container; `zaya verify` tests it on this machine.",
@@ -55,7 +54,7 @@ def running_versions(setting: Setting) -> tuple[str, dict[str, str]]:
     AMD's, and otherwise what `auto` takes on a gfx942. An operator without a version has none."""
     if not setting.on_rocm:
         auto = {folder: [name for name in names if name in ("hip", "triton")] for folder, names in VERSIONS.items()}
-        return DEFAULT_TARGET, {folder: names[0] for folder, names in auto.items() if names}
+        return MI300X_TARGET, {folder: names[0] for folder, names in auto.items() if names}
     device, versions = torch.device("cuda", 0), {}
     for one in operator.all_operators():
         with contextlib.suppress(ValueError):  # the check `kernels` says why
