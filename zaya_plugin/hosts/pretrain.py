@@ -121,11 +121,10 @@ def run(
         try:
             if sys.exc_info()[0] is None:
                 trainer.steps.flush()
+                trainer.saved.finish(trainer.step)
             else:  # the device may have failed, or wait for another rank for ever
                 with contextlib.suppress(RuntimeError):
                     trainer.steps.poll()
-            if sys.exc_info()[0] is None:
-                trainer.saved.finish(trainer.step)
         finally:
             loader_processes.end()
             trainer.saved.saver.close()

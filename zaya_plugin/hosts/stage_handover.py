@@ -31,6 +31,7 @@ from zaya_plugin.handover.predecessor import Predecessor
 from zaya_plugin.hosts import loader_processes
 from zaya_plugin.hosts.routing import samples_with_routing
 from zaya_plugin.hosts.stage_model import arguments_of_model
+from zaya_plugin.optim.chained import ChainedMuonAdamW
 
 
 def check_published(source: str, args) -> None:
@@ -200,11 +201,9 @@ def loader_alone(recipe: Recipe) -> tuple[DataLoader, int]:
     return build_pretraining_data_loader(train, 0), get_num_microbatches()
 
 
-def reset_optimizer(chained) -> None:
+def reset_optimizer(optimizer: ChainedMuonAdamW) -> None:
     """Zero all momenta and step counts; the fp32 copies of the weights stay, so that no bit of a weight changes."""
-    for part in getattr(chained, "chained_optimizers", [chained]):
-        if part.optimizer is None:  # a rank without parameters of this kind
-            continue
+    for part in optimizer.parts:
         for state in part.optimizer.state.values():
             for value in state.values():
                 if torch.is_tensor(value):

@@ -33,9 +33,8 @@ def parse_arguments(values: dict[str, Any]) -> argparse.Namespace:
     Raises:
         ValueError: Megatron does not know a name, or its validation refuses a combination.
     """
-    from megatron.training.arguments import (
-        parse_and_validate_args,
-    )  # newer than the Megatron of Primus, which is a guest's host
+    # The Megatron of Primus, in which ZAYA is a guest, has no such function.
+    from megatron.training.arguments import parse_and_validate_args
 
     def add_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group = parser.add_argument_group("zaya")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a rank, up to its training loop: waits for other ranks name them, and a signal ends it at once.
+"""The start of a rank, up to its training loop: a wait for other ranks is reported with their numbers, and a signal ends
+the rank at once.
 
-The loop notices a signal between two steps, saves and leaves. Before it nothing is to be saved, and the main thread may
-wait in C++ for a rank that never comes, where Python runs no handler; so a thread obeys.
+The training loop checks for signals between two steps, and saves before it ends. Before the loop there is nothing to
+save, and the main thread may wait in C++ for a rank that never comes. Python runs no signal handler during such a wait,
+so a thread of its own reads the signals.
 """
 
 from __future__ import annotations
@@ -26,10 +28,8 @@ from zaya_plugin.ground.parent_death import END_SIGNALS, on_end_signals
 
 SAY_SECONDS, REPEAT_SECONDS = 15.0, 60.0
 LOOK_SECONDS = 5.0  # between two notes of a rank about where it is
-WAITING_FILES = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/rendezvous.py",
-)  # there a rank waits for others
+# A rank whose main thread is in one of these files waits for other ranks.
+WAITING_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/rendezvous.py")
 
 _starts: list[Start] = []  # that are not over
 
@@ -51,7 +51,7 @@ class Start:
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         on_end_signals(_as_sigterm)
-        threading.Thread(target=self._obey, args=(reader,), name="signals of the start", daemon=True).start()
+        threading.Thread(target=self._end_on_signal, args=(reader,), name="signals of the start", daemon=True).start()
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a console that is gone
@@ -59,7 +59,7 @@ class Start:
                 f"zaya: {text}" if self.rank == 0 else f"zaya: rank {self.rank}: {text}", file=self.console, flush=True
             )
 
-    def _obey(self, reader: int) -> None:
+    def _end_on_signal(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             number = next((number for number in numbers if number in END_SIGNALS), None)
             if number is not None and not self._over.is_set():
@@ -101,12 +101,12 @@ class Start:
             raise RunEndedError(message("WORLD_SIZE", self.world_size, problem=problem, fix=fix))
         if now > say:
             say = now + REPEAT_SECONDS
-            if self._speaks():
+            if self._reports():
                 self._say(f"waits for {self._absent()}, of {self.world_size} ranks")
         time.sleep(0.1 if self.world_size < 64 else 1.0)
         return say
 
-    def _speaks(self) -> bool:
+    def _reports(self) -> bool:
         """Return whether no rank before this one in the order has joined; without a store, whether it is the last rank
         or the first of its node.
         """
@@ -130,11 +130,11 @@ class Start:
         """Note in the store where this rank is; where it waits, say for whom."""
         main, began, say = threading.main_thread().ident, time.monotonic(), 0.0
         look = LOOK_SECONDS if self.world_size < 256 else 12.0  # every rank that waits reads all notes
-        heard: dict[int, tuple[int, float]] = {}  # rank -> its last note, and when that was new
+        last_notes: dict[int, tuple[int, float]] = {}  # rank -> its last note, and when that was new
         while not self._over.wait(look):
             now = time.monotonic()
             if not _waits(sys._current_frames().get(main)):
-                began, heard = now, {}
+                began, last_notes = now, {}
             try:
                 self.store.set(str(self.rank), self._note(now - began))
                 if now == began:
@@ -143,9 +143,9 @@ class Start:
             except (DistError, RuntimeError):
                 return self._say("waits for rank 0, whose store does not answer")
             for rank, (*_, number) in enumerate(notes):
-                if heard.get(rank, (0, 0.0))[0] != number:
-                    heard[rank] = number, now
-            late = [rank for rank in range(self.world_size) if now - heard[rank][1] > 2.5 * look]
+                if last_notes.get(rank, (0, 0.0))[0] != number:
+                    last_notes[rank] = number, now
+            late = [rank for rank in range(self.world_size) if now - last_notes[rank][1] > 2.5 * look]
             late += [rank for rank, (waits, *_) in enumerate(notes) if not waits and rank not in late]
             first = next((rank for rank in self.order if rank not in late), self.rank)
             if now - began > SAY_SECONDS and now > say and first == self.rank:  # one of those that wait says it
@@ -158,7 +158,7 @@ class Start:
 
 
 def over() -> None:
-    """End this rank's start, if it has one: from now on the training loop obeys signals. Call it in the main thread."""
+    """End this rank's start, if it has one: from now on the training loop handles signals. Call it in the main thread."""
     while _starts:
         start = _starts.pop()
         start._over.set()
