@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Below all rooms: errors, locks, whole files, processes, secrets, phases of a start. Imports nothing of ours."""
+"""Functions that every folder may import: errors, locks, whole files, processes, secrets, phases of a start."""

@@ -10,8 +10,7 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds < 99.95:
         return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"

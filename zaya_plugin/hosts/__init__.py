@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank begins in this room: one adapter for `zaya train`, Megatron-LM's pretrain_gpt.py and Primus."""
+"""The start of a rank, and one adapter for `zaya train`, Megatron-LM's pretrain_gpt.py and Primus."""
