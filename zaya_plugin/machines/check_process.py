@@ -10,10 +10,10 @@ while a check runs, ("outcome", fields of an Outcome). Everything that a check p
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -172,13 +172,12 @@ def run_all(
 
 def examine(check: Check, setting: Setting) -> Outcome:
     """Return the outcome of `check` in this process; an exception is "wrong", with its traceback."""
-    module, _, function = check.function.partition(":")
-    module = module if "." in module else PACKAGE + module
+    name = check.function if "." in check.function else PACKAGE + check.function
     further = () if check.argument is None else (check.argument,)
     try:
         if check.needs and (missing := NEEDS[check.needs](setting)):
             return Outcome("skipped", missing)
-        return getattr(importlib.import_module(module), function)(setting, *further)
+        return pkgutil.resolve_name(name)(setting, *further)
     except Exception as error:
         first = str(error).strip().splitlines()[:1]
         reason = f"{type(error).__name__}: {first[0] if first else ''}"

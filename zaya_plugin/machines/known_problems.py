@@ -133,9 +133,9 @@ def facts_of_machine(root: Path) -> dict[str, Any]:
         re.search(r"^gfx_target_version (\d+)", read(file), re.MULTILINE)
         for file in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
     )
-    caches = {folder: existing(folder) for folder in kernel_caches()}
+    caches = {folder: nearest_existing(folder) for folder in kernel_caches()}
     return {
-        "kfd": tuple(named(int(target[1])) for target in targets if target and int(target[1])),
+        "kfd": tuple(architecture_of(int(target[1])) for target in targets if target and int(target[1])),
         "kfd_denied": not os.access(root / "dev/kfd", os.R_OK | os.W_OK),
         "partitions": tuple(sorted(modes - {"", "SPX", "NPS1"})),
         "iommu": tuple(read(device / "iommu_group/type") for device in devices),
@@ -151,7 +151,7 @@ def facts_of_machine(root: Path) -> dict[str, Any]:
     }
 
 
-def named(version: int) -> str:
+def architecture_of(version: int) -> str:
     """Return the architecture of KFD's gfx_target_version: gfx942 for 90402, gfx90a for 90010."""
     major, rest = divmod(version, 10000)
     return f"gfx{major}{rest // 100:x}{rest % 100:x}"
@@ -164,7 +164,7 @@ def kernel_caches() -> list[Path]:
     return [folder.absolute() for folder in (triton_cache(), inductor_cache()) if folder is not None]
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Return `folder` or its nearest parent that exists, without symbolic links, as mounts are listed."""
     folder = folder.resolve()
     return next(path for path in (folder, *folder.parents) if path.exists())
