@@ -77,14 +77,14 @@ def finish(
     y: str,
     limit: tuple[str, float] | None = None,
     more: dict | None = None,
-) -> dict:
-    """Print `rows` as a table, write <kind>.json and <kind>.png into options.output, and return the record.
+) -> None:
+    """Print `rows` as a table, and write <kind>.json and <kind>.png into options.output.
 
     The record holds its picture, so `python -m zaya_plugin.pictures.chart` can draw it elsewhere.
 
     Args:
-        kind: the word behind `zaya bench`. options: output, a folder or None, where nothing is written; command and
-            commit as typed, None: the commit of this checkout. device: torch.device that was measured.
+        kind: the word behind `zaya bench`. options: output, a folder; command and commit as typed, None: the commit
+            of this checkout. device: torch.device that was measured.
         rows: of the table and of the record; where they have a ceiling, each carries its own share of it under a
             column's key.
         title, lines, x, y: the picture and its axes. limit: name and height of its dashed line, the ceiling.
@@ -100,19 +100,17 @@ def finish(
         "rows": rows,
         "picture": {"title": title, "lines": [asdict(line) for line in lines], "x": x, "y": y, "limit": limit},
     }
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        path = options.output / f"{kind}.json"
-        write(path, record)
-        try:
-            print(f"written: {path}, {save_of_record(path)}", flush=True)
-        except ImportError as error:
-            print(
-                f"written: {path}. No picture ({error}): pip install 'zaya_plugin[pictures]', then python -m "
-                f"zaya_plugin.pictures.chart {path}",
-                flush=True,
-            )
-    return record
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{kind}.json"
+    write(path, record)
+    try:
+        print(f"written: {path}, {save_of_record(path)}", flush=True)
+    except ImportError as error:
+        print(
+            f"written: {path}. No picture ({error}): pip install 'zaya_plugin[pictures]', then python -m "
+            f"zaya_plugin.pictures.chart {path}",
+            flush=True,
+        )
 
 
 def only_device(kind: str = "auto"):
