@@ -2,7 +2,7 @@
 """Print the optimizer, learning rate and weight decay of every parameter: `zaya train ... explain_optim=true`.
 
 The model is the real one, built without memory (on torch's meta device) in this process; nothing is launched.
-`zaya train` runs this file as a program: `python -m zaya_plugin.hosts.optimizer_table <recipe.yaml>`.
+`zaya train` runs this file in its own process, as `python -m zaya_plugin.hosts.optimizer_table <recipe.yaml>` would.
 """
 
 from __future__ import annotations
@@ -40,25 +40,17 @@ class Row:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table for the recipe in the file argv[0]. Return the exit status: 0, or 2 for a mistake of the user."""
-    try:
-        explain_optimizer(load_recipe(argv[0]))
-    except ValueError as error:
-        if os.environ.get("ZAYA_TRACEBACK") == "1":
-            raise
-        print(f"zaya: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def explain_optimizer(recipe: Recipe) -> None:
-    """Print the table for `recipe`; raise ValueError, as a run does, for overrides that do not fit the model."""
+    """Print the table for the recipe in the file argv[0], and return 0. Raise ValueError, as a run does, for overrides
+    that do not fit the model.
+    """
     from zaya_plugin.training.optimizer import assign_optimizers
 
+    recipe = load_recipe(argv[0])
     with contextlib.redirect_stdout(io.StringIO()):
         model = model_without_memory(recipe)
     for line in table(recipe, rows(model, assign_optimizers(recipe, model))):
         print(line)
+    return 0
 
 
 def model_without_memory(recipe: Recipe) -> nn.Module:
