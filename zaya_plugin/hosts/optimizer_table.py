@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -18,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zaya_plugin import patches
 from zaya_plugin.config.compose import load_recipe
 from zaya_plugin.config.schema import Recipe
+from zaya_plugin.hosts import rank_layout
 from zaya_plugin.optim.parameter_role import ParameterRole
 
 
@@ -55,15 +54,12 @@ def main(argv: list[str]) -> int:
 
 def model_without_memory(recipe: Recipe) -> nn.Module:
     """Build the recipe's model on the meta device, with this process as the only rank."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    patches.apply_torch()
-    patches.apply()
+    args = rank_layout.arguments(recipe, 1)
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from zaya_plugin.hosts import stage_model
     from zaya_plugin.model.build import groups_of_one
 
-    args = stage_model.arguments_without_data(recipe, use_cpu_initialization=True)
     groups_of_one()
     model_parallel_cuda_manual_seed(recipe.seed, force_reset_rng=True)
     with torch.device("meta"):

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def arguments(recipe: Recipe, world: int) -> Namespace:
-    """Return Megatron's arguments of the recipe on `world` ranks, after its own validation."""
+    """Apply the patches, and return Megatron's arguments of the recipe on `world` ranks, after its own validation."""
     os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0")
     patches.apply_torch()
     patches.apply()
