@@ -7,11 +7,13 @@ import sys
 
 from zaya_plugin.ground import processes
 
-# Starts a child in a session of its own, prints its number and ends.
+# Starts a child in a session of its own, waits until it runs (during execve it shows no environment), prints its number
+# and ends.
 PARENT = """
 import subprocess, sys
-words = [sys.executable, "-c", "import time; time.sleep(600)"]
-child = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
+words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+child = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
 print(child.pid)
 """
 
