@@ -76,6 +76,7 @@ class Attempt:
     points: when a step was done, neither falling; the first one is the step that the attempt started from.
     starts: from the last step of a stage to the begin of the next one's first.
     kept: the last step that later attempts did not make again. first_seen: the time of its first step.
+    session: how often a person had started the run again before.
     """
 
     generation: int
@@ -154,13 +155,10 @@ class Account:
     step_seconds: float | None = None
     stages: list[Stage] = field(default_factory=list)
 
-    def _of(self, use: str) -> float:
-        return sum(span.end - span.begin for span in self.spans if span.use == use)
-
     @property
     def training(self) -> float:
         """Seconds of training that was kept."""
-        return self._of(TRAINING)
+        return sum(span.end - span.begin for span in self.spans if span.use == TRAINING)
 
     @property
     def up(self) -> float:

@@ -5,7 +5,7 @@ every second to training, to a failure, or to a start or an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import median
 
 from zaya_plugin.aegis.account import END, START, TRAINING, Account, Attempt, Failure, Span, Stage
@@ -37,21 +37,17 @@ def account(rows: Iterable[Row]) -> Account:
     for row in rows:
         reading.add(row)
     result = reading.finish()
-    _spend(result, reading.sessions)
+    _spend(result)
     _add_recovery_times(result)
     return result
 
 
 class _Reading:
-    """The first pass: rows to attempts and failures.
-
-    now: seconds of the account. sessions: the begin and end of each start of the command by a person.
-    """
+    """The first pass: rows to attempts and failures. now: seconds of the account."""
 
     def __init__(self) -> None:
         self.account = Account()
         self.now, self.last_clock = 0.0, None
-        self.sessions: list[list[float]] = []
         self.attempt: Attempt | None = None
         self.symptoms: list[tuple[float, float, float, str]] = []  # since the last decision: time, clock, evidence's
         self.diagnosis = Diagnosis()
@@ -61,16 +57,17 @@ class _Reading:
     def add(self, row: Row) -> None:
         if row.time is None:
             return
-        if self.last_clock is None:
+        is_first = self.last_clock is None
+        if is_first:
             self.account.begin = row.time
         elif not isinstance(row, Begin):
             self.now += max(0.0, row.time - self.last_clock)
         self.last_clock = row.time
-        if not self.sessions and not isinstance(row, Begin):
-            self._begin(Begin())
         match row:
             case Begin():
-                self._begin(row)
+                if not is_first:
+                    self._begin_session()
+                self.account.command = [str(word) for word in row.command] or self.account.command
             case NodeChange(state=state) if state == OUT:
                 self.account.nodes_out[row.node] = row.reason
             case NodeChange(state=state) if state == BACK:
@@ -93,21 +90,18 @@ class _Reading:
                 self._close(interrupted=False)
                 self.account.ended, self.account.reason, self.account.code = True, row.reason, row.code
 
-    def _begin(self, row: Begin) -> None:
-        if self.sessions:
-            self._close(interrupted=not self.account.ended)
-            self.sessions[-1][1] = self.now
-            self.account.pauses.append(self.now)
-        self.sessions.append([self.now, self.now])
+    def _begin_session(self) -> None:
+        """Begin another session: a person has started the command again."""
+        self._close(interrupted=not self.account.ended)
+        self.account.pauses.append(self.now)
         self.account.ended, self.account.code, self.account.reason = False, None, ""
-        self.account.command = [str(word) for word in row.command] or self.account.command
         self.symptoms, self.diagnosis = [], Diagnosis()
 
     def _start(self, row: AttemptStart) -> None:
         self._close(interrupted=True)
         nodes = [str(node) for node in row.nodes]
         generation, size = row.generation or len(self.account.attempts) + 1, row.world_size or len(nodes)
-        session = len(self.sessions) - 1
+        session = len(self.account.pauses)
         self.attempt = Attempt(generation, nodes, size, self.now, self.last_clock, session, row.resume_step)
         self.account.attempts.append(self.attempt)
         self.symptoms, self.diagnosis = [], Diagnosis()
@@ -167,9 +161,18 @@ class _Reading:
             return
         recent = [symptom for symptom in self.symptoms if self.now - symptom[0] <= SETTLE_SECONDS]
         time, clock, happened, text = (recent[:1] or self.symptoms[-1:] or [(self.now, self.last_clock, None, "")])[0]
-        failure = Failure(self.attempt.generation, diagnosis.cause, time, clock, action, row.reason)
-        failure.node, failure.rank, failure.text = diagnosis.node, diagnosis.rank, first_text(diagnosis) or text
-        failure.detect = None if happened is None else max(0.0, clock - happened)
+        failure = Failure(
+            generation=self.attempt.generation,
+            cause=diagnosis.cause,
+            time=time,
+            clock=clock,
+            action=action,
+            reason=row.reason,
+            node=diagnosis.node,
+            rank=diagnosis.rank,
+            text=first_text(diagnosis) or text,
+            detect=None if happened is None else max(0.0, clock - happened),
+        )
         self._fail(failure)
         self.symptoms = []
 
@@ -190,10 +193,7 @@ class _Reading:
     def finish(self) -> Account:
         account = self.account
         account.seconds = self.now
-        if self.sessions:
-            self.sessions[-1][1] = self.now
-        for one in account.attempts:
-            one.end = self.now if one.end is None else one.end
+        self._close(interrupted=False)
         account.step_seconds = median(seconds for _, seconds in self.step_seconds) if self.step_seconds else None
         for stage in account.stages:
             seconds = [value for of, value in self.step_seconds if of is stage]
@@ -227,7 +227,7 @@ def _add_base(one: Attempt, step_seconds: float) -> None:
     one.kept = one.last_step
 
 
-def _spend(account: Account, sessions: Sequence[Sequence[float]]) -> None:
+def _spend(account: Account) -> None:
     """The second pass: give every second to a use, and every step that was made again to the failure."""
     spans: list[Span] = []
     now, use, world = 0.0, START, account.attempts[0].world_size if account.attempts else 0
@@ -238,10 +238,11 @@ def _spend(account: Account, sessions: Sequence[Sequence[float]]) -> None:
             spans.append(Span(now, time, use, world))
             now = time
 
+    session_ends = [*account.pauses, account.seconds]
     session, blamed = 0, None
     for one in account.attempts:
         while session < one.session:
-            until(sessions[session][1])
+            until(session_ends[session])
             session, use = session + 1, START
         if use == START:
             world = one.world_size
@@ -263,9 +264,9 @@ def _spend(account: Account, sessions: Sequence[Sequence[float]]) -> None:
             use = one.failure
         blamed = one.failure if one.points else one.failure or blamed
         until(one.end)
-    while session < len(sessions):
-        until(sessions[session][1])
-        session, use = session + 1, START
+    for end in session_ends[session:]:
+        until(end)
+        use = START
     account.spans = spans
     for span in spans:
         if isinstance(span.use, Failure):
@@ -296,10 +297,10 @@ def _give_up(account: Account, spans: list[Span], following: Attempt, use: str |
 
 
 def _add_recovery_times(account: Account) -> None:
-    """Fill in how long the failures took to recover."""
-    for number, one in enumerate(account.attempts):
-        if (failure := one.failure) is None:
-            continue
-        later = [attempt for attempt in account.attempts[number + 1 :] if attempt.points]
-        if later:
-            failure.recover = max(0.0, later[0].first_seen - failure.time)
+    """Fill in how long the failures took to recover: up to the first step of the next attempt that makes one."""
+    next_step = None
+    for one in reversed(account.attempts):
+        if one.failure is not None and next_step is not None:
+            one.failure.recover = max(0.0, next_step - one.failure.time)
+        if one.first_seen is not None:
+            next_step = one.first_seen
