@@ -5,7 +5,7 @@ import pytest
 
 from tests.aegis.lone_decider import Wire, peer_of
 from zaya_plugin.aegis.decider import Decider
-from zaya_plugin.aegis.peers import Peer
+from zaya_plugin.aegis.protocol import Join
 from zaya_plugin.aegis.settings import Settings
 
 COMMAND = ("zaya", "train", "experiment=cpu_demo", "resume=never", "data.skip_steps=[5]")
@@ -18,9 +18,7 @@ def decider(tmp_path, monkeypatch):
     settings = Settings(COMMAND, "rank", "n1", 2, 1, (2,), 1, tmp_path, "h", 1, skip_steps=("5",))
     decider = Decider(settings, b"s" * 32, None)
     for number, node in enumerate(("n1", "n2", "n3")):
-        peer = Peer(Wire(), node, f"10.0.0.{number}")
-        peer.running = {number}
-        decider.peers.add(peer)
+        decider.peers.join(Wire(), Join(0, node, f"10.0.0.{number}", 0, [number], {}))
     decider.attempt.order = ("n1", "n2")
     decider.attempt.start(29500)
     peer_of(decider, "n3").running = set()

@@ -24,12 +24,12 @@ class Peer:
     ranks: their heartbeats. running, codes: its ranks that run, and the exit codes of the others.
     """
 
-    def __init__(self, connection: link.Link, node: str = "", address: str = "", pid: int = 0):
-        self.link, self.node, self.address, self.pid = connection, node, address, pid
-        self.beat, self.asked, self.generation = time.monotonic(), 0.0, 0
+    def __init__(self, connection: link.Link, message: Join):
+        self.link, self.node, self.address, self.pid = connection, message.node, message.address, message.pid
+        self.beat, self.asked, self.generation = time.monotonic(), 0.0, message.generation
         self.ranks: dict[int, dict[str, Any]] = {}
-        self.running: set[int] = set()
-        self.codes: dict[int, int] = {}
+        self.running: set[int] = set(message.running)
+        self.codes = {int(rank): int(code) for rank, code in message.codes.items()}
 
 
 class Peers:
@@ -52,23 +52,18 @@ class Peers:
         """Return the nodes without a message for too long."""
         return [node for node, peer in self.by_node.items() if now - peer.beat > LOST_SECONDS]
 
-    def add(self, peer: Peer) -> None:
-        """Add an agent, in place of one of the same node."""
-        known = self.by_node.get(peer.node)
-        if known is not None and known.link is not peer.link:
-            self.forget_link(known)
-        self.by_link[peer.link] = self.by_node[peer.node] = peer
-
     def join(self, connection: link.Link, message: Join) -> Peer:
-        """Add the agent that has joined. Raises LinkError if its name is that of another host which answers."""
-        peer = Peer(connection, message.node, message.address, message.pid)
+        """Add the agent that has joined, in place of one of the same node. Raises LinkError if its name is that of
+        another host which answers.
+        """
+        peer = Peer(connection, message)
         known = self.by_node.get(peer.node)
         answers = known is not None and known.link in self.by_link and time.monotonic() - known.beat < LOST_SECONDS
         if answers and known.pid != peer.pid and known.address != peer.address:
             raise link.LinkError(f"another node is named {known.node}; --node names this one")
-        peer.generation, peer.running = message.generation, set(message.running)
-        peer.codes = {int(rank): int(code) for rank, code in message.codes.items()}
-        self.add(peer)
+        if known is not None and known.link is not peer.link:
+            self.forget_link(known)
+        self.by_link[peer.link] = self.by_node[peer.node] = peer
         return peer
 
     def remove(self, node: str) -> None:
