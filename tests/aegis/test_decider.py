@@ -69,7 +69,7 @@ def test_strangers_change_nothing(tmp_path):
                 sock.settimeout(60)
                 while sock.recv(1000):  # until the decider closes
                     pass
-        wrong = link.Link(link.connect("127.0.0.1", run.port), b"w" * 32, server=False)
+        wrong = link.Link(socket.create_connection(("127.0.0.1", run.port)), b"w" * 32, server=False)
         wrong.send({"kind": "join", "node": "n1"})
         run.wait_for(lambda: "wrong secret" in (tmp_path / "n1.out").read_text())
         run.release()

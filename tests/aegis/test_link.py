@@ -16,7 +16,7 @@ SECRET = b"s" * 32
 def pair(server_secret=SECRET):
     """A connected client and server."""
     listening = link.listen("127.0.0.1", 0)
-    client = link.Link(link.connect(*listening.getsockname()), SECRET, server=False)
+    client = link.Link(socket.create_connection(listening.getsockname()), SECRET, server=False)
     listening.setblocking(True)
     server = link.Link(listening.accept()[0], server_secret, server=True)
     listening.close()
@@ -182,7 +182,7 @@ def test_the_secret_is_made_once_and_for_its_user_alone(tmp_path):
 @pytest.mark.parametrize("server", [True, False])
 def test_a_stranger_writes_no_escape_sequences_to_the_terminal(server):
     listening = link.listen("127.0.0.1", 0)
-    stranger = link.connect(*listening.getsockname())
+    stranger = socket.create_connection(listening.getsockname())
     listening.setblocking(True)
     end = link.Link(listening.accept()[0], SECRET, server=server)
     stranger.sendall(b"refused \x1b]0;owned\x07\x1b[2J\n")

@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -58,6 +59,7 @@ POLL_SECONDS = 0.1  # exit codes and logs
 BEAT_SECONDS = 2.0
 START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
 CONNECT_SECONDS = 0.5  # between two tries to reach the decider
+ACCEPT_SECONDS = 2.0  # for the host of the decider to accept a connection
 ALONE_SECONDS = 900.0  # without ranks and without a decider: a whole job must not wait for nothing
 UNKILLABLE_SECONDS = 5.0
 MAX_EVIDENCE = 10_000  # pieces that are kept while the decider is gone
@@ -172,7 +174,7 @@ class Agent:
 
     def _connect(self) -> None:
         try:
-            sock = link.connect(self.settings.host, self.settings.port)
+            sock = socket.create_connection((self.settings.host, self.settings.port), timeout=ACCEPT_SECONDS)
         except OSError as error:
             self._print(f"waits for the decider at {self.settings.host}:{self.settings.port} ({error.strerror})")
             return

@@ -226,13 +226,8 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def connect(host: str, port: int, timeout: float = 2.0) -> socket.socket:
-    """Return a connected socket. Raises OSError."""
-    return socket.create_connection((host, port), timeout=timeout)
-
-
-def free_port(host: str = "") -> int:
+def free_port() -> int:
     """Return a port of this machine that is free now."""
     with socket.socket() as sock:
-        sock.bind((host, 0))
+        sock.bind(("", 0))
         return sock.getsockname()[1]
