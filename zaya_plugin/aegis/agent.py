@@ -110,13 +110,7 @@ class Agent:
         self._passed = 0  # signals that were passed on
         self._kernel = Reader(self.rules, KERNEL, settings.node)
         self._survivors: list[int] = []
-        self.collectors = NodeCollectors(
-            settings.node,
-            storage=[path for path in (settings.folder, settings.checkpoints) if path is not None],
-            checkpoints=settings.checkpoints,
-            kernel=settings.kernel_log,
-            interfaces=settings.links,
-        )
+        self.collectors = NodeCollectors(settings)
 
     def run(self) -> int:
         """Work until the decider ends the run."""

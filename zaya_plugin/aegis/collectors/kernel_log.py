@@ -23,7 +23,6 @@ OLD = 3600.0  # seconds; an older stamp is of another boot, as in a recorded fil
 STALLS = re.compile(r"nfs: server (\S+) not responding|Lustre: (\S+?): Connection to \S+ .*was lost")
 RETURNS = re.compile(r"nfs: server (\S+) OK|Lustre: (\S+?): Connection restored to")
 RECORDS = 5000  # in one poll
-DEVICE = Path("/dev/kmsg")
 
 
 class KernelLog(Collector):
@@ -34,7 +33,7 @@ class KernelLog(Collector):
 
     name, source, interval, deadline = "kernel_log", "kernel", 0.25, 5.0
 
-    def __init__(self, node: str, path: Path = DEVICE):
+    def __init__(self, node: str, path: Path):
         super().__init__(node)
         self.path = path
         self._device: int | None = None

@@ -8,41 +8,24 @@ from pathlib import Path
 
 from zaya_plugin.aegis.collectors.gpu import AmdSmi, GpuSysfs
 from zaya_plugin.aegis.collectors.host import Host
-from zaya_plugin.aegis.collectors.kernel_log import DEVICE, KernelLog
+from zaya_plugin.aegis.collectors.kernel_log import KernelLog
 from zaya_plugin.aegis.collectors.network import Links, Packets, Rdma
 from zaya_plugin.aegis.collectors.rank_files import FlightRecorder, Guards, Progress
 from zaya_plugin.aegis.collectors.runner import Collectors
 from zaya_plugin.aegis.collectors.storage import Checkpoints, Storage
+from zaya_plugin.aegis.settings import Settings
 
 
 class NodeCollectors(Collectors):
-    """All collectors of one node. `watch` points those of the ranks at a new attempt.
+    """All collectors of the node of `settings`. `watch` points those of the ranks at a new attempt."""
 
-    Args:
-        node: its name.
-        storage: directories of the run that are probed.
-        checkpoints: directory to look for manifests in; None: another agent does that.
-        kernel: the kernel's log, or a file or pipe in its place.
-        interfaces: links to watch; () for all with a device.
-        root: of the system, or of a recorded one.
-    """
-
-    def __init__(
-        self,
-        node: str,
-        *,
-        storage: Collection[Path] = (),
-        checkpoints: Path | None = None,
-        kernel: Path = DEVICE,
-        interfaces: Collection[str] = (),
-        root: Path = Path("/"),
-    ):
-        self.kernel = KernelLog(node, kernel)
-        self.storage = [Storage(node, path) for path in storage]
+    def __init__(self, settings: Settings):
+        node, checkpoints = settings.node, settings.checkpoints
+        self.kernel = KernelLog(node, settings.kernel_log)
+        self.storage = [Storage(node, path) for path in (settings.folder, checkpoints) if path is not None]
         self.progress = Progress(node, stalled=self.stalled)
         self.guards, self.flight_recorder = Guards(node), FlightRecorder(node)
-        others = [Host(node, root), GpuSysfs(node, root), AmdSmi(node), Links(node, interfaces, root), Rdma(node, root)]
-        others.append(Packets(node, root))
+        others = [Host(node), GpuSysfs(node), AmdSmi(node), Links(node, settings.links), Rdma(node), Packets(node)]
         if checkpoints is not None:
             others.append(Checkpoints(node, checkpoints, self.stalled))
         of_ranks = [self.progress, self.guards, self.flight_recorder]

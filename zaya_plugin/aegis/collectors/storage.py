@@ -97,7 +97,7 @@ def low(free: float, total: float) -> bool:
 
 
 class Checkpoints(Collector):
-    """Looks for manifests. One agent of a run does that, since all see the same directory.
+    """Looks for manifests in the directory of the run's checkpoints, as the agent of each node does.
 
     stalled: whether storage does not answer; the directory is then left alone.
     """
