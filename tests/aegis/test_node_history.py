@@ -137,7 +137,7 @@ def test_a_node_that_fails_in_another_run_is_the_last_spare(home):
         run.end()
 
 
-def test_old_failures_and_damaged_lines_do_not_count(home):
+def test_old_failures_and_damaged_lines_do_not_count(home, monkeypatch):
     history = NodeHistory()
     history.add("n1", "ras_ue", "run")
     with open(history.path, "ab") as file:
@@ -146,4 +146,6 @@ def test_old_failures_and_damaged_lines_do_not_count(home):
     with open(history.path, "ab") as file:
         file.write(b'\xff\n[]\n{"time": "x", "node": "n3"}\n{"node": "n4"}\n' + b"[" * 100_000 + b"\n")
     assert NodeHistory().failures == {"n1": 2}
-    assert NodeHistory(now=time.time() + HISTORY_SECONDS + 60).failures == {}
+    later = time.time() + HISTORY_SECONDS + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert NodeHistory().failures == {}

@@ -31,14 +31,14 @@ def state_file() -> Path:
 class NodeHistory:
     """Failures by node. A file that cannot be read or written does not fail the run."""
 
-    def __init__(self, path: Path | None = None, now: float | None = None):
-        self.path = state_file() if path is None else path
+    def __init__(self) -> None:
+        self.path = state_file()
         self.failures: Counter[str] = Counter()
-        self.read(now)
+        self.read()
 
-    def read(self, now: float | None = None) -> None:
+    def read(self) -> None:
         """Count the failures of the last days, also those that other runs have written since."""
-        since = (time.time() if now is None else now) - HISTORY_SECONDS
+        since = time.time() - HISTORY_SECONDS
         try:
             lines = self.path.read_text(errors="replace").splitlines()
         except OSError:
