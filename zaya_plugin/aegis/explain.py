@@ -69,12 +69,9 @@ def read_logs(folder: Path, rules: Rules) -> list[Log]:
     with bar("logs", sum(log.path.stat().st_size for log in logs)) as shown:
         for log in logs:
             _read(log, rules, shown.update)
-    ends = [log.last for log in logs if log.last is not None and not log.by_boot]
+    begin = min((log.first for log in logs if log.first and not log.by_boot), default=0)
+    end = max((log.last for log in logs if log.last is not None and not log.by_boot), default=None)
     for log in logs:
-        begin, end = (
-            min((log.first for log in logs if log.first and not log.by_boot), default=0),
-            max(ends, default=None),
-        )
         # The times of copied files are not reliable: those that do not fit to the others become the end of the logs.
         changed = log.changed if end is None or begin <= log.changed <= end + 3600 else end
         if log.by_boot:
@@ -136,10 +133,9 @@ def _read(log: Log, rules: Rules, progress: Callable[[int], object]) -> None:
                 evidence = [dataclasses.replace(item, node=host[1]) for item in evidence]
             log.evidence += evidence
     if reader.progress is not None and log.first is not None:
+        values = {"step": reader.step}
         log.evidence.append(
-            Evidence(
-                reader.progress, log.node, "progress", f"step {reader.step}", log.rank, values={"step": reader.step}
-            )
+            Evidence(reader.progress, log.node, "progress", f"step {reader.step}", log.rank, values=values)
         )
 
 
