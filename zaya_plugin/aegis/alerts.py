@@ -30,7 +30,6 @@ from zaya_plugin.ground.secrets import without_secrets
 HOOK_SECONDS, WANDB_SECONDS = 10.0, 60.0
 AT_ONCE, WAITING = 4, 64  # programs, and alerts that wait for one to end
 SHOWN_BYTES = 2000  # of the error messages of a program
-LEVELS = ("info", "warn", "error")
 # The hook gets these variables alone: a token for its own use belongs into a file of its own.
 FOR_HOOK = re.compile(r"(PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|SLURM_JOB_ID|SLURM_CLUSTER_NAME)$")
 FOR_WANDB = re.compile(
@@ -93,10 +92,11 @@ class Alerts:
         self._reported: set[str] = set()
 
     def send(self, text: str, level: str = "warn", **facts: Any) -> None:
-        """Begin to deliver an alert. facts: further plain data; secrets are removed from all of it."""
+        """Begin to deliver an alert. level: info, warn or error. facts: further plain data; secrets are removed from all
+        of it.
+        """
         if len(self.alerts) >= WAITING:
             return self._report("alert", f"more than {WAITING} wait; further ones are left out")
-        level = level if level in LEVELS else "warn"
         body = {"text": text, "level": level, "time": time.time(), "host": socket.gethostname(), **facts}
         channels = ["hook"] * bool(self.hook) + ["wandb"] * (online_run(self.run_dir) is not None)
         body = _plain(body)
@@ -142,9 +142,9 @@ class Alerts:
                     self._answer(alert, channel, f"cannot be started ({error})")
 
     def _program(self, channel: str, body: dict[str, Any]) -> _Program:
-        command, variables = self.hook, FOR_HOOK
+        command, kept = self.hook, FOR_HOOK
         if channel == "wandb":
-            command, variables = [sys.executable, "-m", "zaya_plugin.aegis.alerts"], FOR_WANDB
+            command, kept = [sys.executable, "-m", "zaya_plugin.aegis.alerts"], FOR_WANDB
             run = online_run(self.run_dir)
             if run is None:
                 raise ValueError("the run is not online any more")
@@ -157,7 +157,7 @@ class Alerts:
                 stdin=file,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=environment(os.environ, variables),
+                env={name: value for name, value in os.environ.items() if kept.match(name)},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -174,11 +174,6 @@ class Alerts:
             self._reported.add(channel)
             name = {"hook": "--hook", "wandb": "W&B"}.get(channel, channel)
             print_line(f"an alert was not delivered by {name}: {problem}; printed once, the journal has every alert")
-
-
-def environment(environ: Mapping[str, str], kept: re.Pattern = FOR_HOOK) -> dict[str, str]:
-    """Return the variables that a program gets."""
-    return {name: value for name, value in environ.items() if kept.match(name)}
 
 
 def _plain(value: Any) -> Any:
