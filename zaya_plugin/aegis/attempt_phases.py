@@ -59,7 +59,7 @@ class Clock:
 class AttemptPhases:
     """The method of a phase is called again and again until it enters another one.
 
-    finish: called with the exit code and the reason when the run has ended. patience: seconds to wait for nodes.
+    finish: `Decider.finish`. patience: seconds to wait for nodes.
     order: the nodes of the attempt that starts. stopping: nodes whose ranks are being ended; survivors: of SIGKILL.
     """
 
@@ -70,7 +70,7 @@ class AttemptPhases:
         peers: Peers,
         observations: Observations,
         steps: Steps,
-        finish: Callable[[int, str, bool], None],
+        finish: Callable[..., None],
     ):
         self.settings, self.record, self.cluster, self.peers = settings, record, record.cluster, peers
         self.observations, self.steps, self.finish = observations, steps, finish
@@ -92,26 +92,24 @@ class AttemptPhases:
     def wait_for_nodes(self) -> None:
         """Wait for enough nodes, then ask the first one for a port."""
         available, required = self.available(), self.settings.nodes
-        enough = len(available) >= required
+        size = next((size for size in self.cluster.sizes if size <= len(available)), None)
         all_joined = len(self.peers.by_node) >= required + self.settings.spares
-        if enough and not all_joined and self.clock.seconds < BETTER_SECONDS:
+        if size == required and not all_joined and self.clock.seconds < BETTER_SECONDS:
             if worse := quarantined(available, required, self.cluster, self.history):
                 return self._notify(f"waits for other nodes than {', '.join(worse)}: they failed in earlier runs")
-        if not enough and self.clock.seconds > self.patience:
-            size = next((size for size in self.cluster.sizes if size <= len(available)), None)
-            if size is None and self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
+        is_late = self.clock.seconds > self.patience
+        if size is None and is_late:
+            if self.settings.requeue and self.patience < JOIN_SECONDS:  # an attempt went before
                 reason = f"{len(available)} nodes have come back, too few; SLURM starts the job again"
                 self.record.write(Decision("requeue", reason, start=slurm.start_of_job()))
                 return self._requeue()
-            if size is None and self.clock.seconds > JOIN_SECONDS:
+            if self.clock.seconds > JOIN_SECONDS:
                 reason = f"{len(available)} of {required} nodes have joined within {JOIN_SECONDS:.0f} s"
-                return self.finish(1, reason, True)
-            enough = size is not None
-        if not enough:
+                return self.finish(1, reason)
+        if size is None or size < required and not is_late:
             if self.clock.seconds > 5:
                 self._notify(f"waits for nodes: {len(available)} of {required} ({', '.join(available[:20])})")
             return None
-        size = next(size for size in (required, *self.cluster.sizes) if size <= len(available))
         self.order = in_order(available, size, self.cluster)
         self.peers.send(self.peers.by_node[self.order[0]], FindPort(self.cluster.generation + 1))
         return self.clock.enter(Phase.PORT)
@@ -194,9 +192,9 @@ class AttemptPhases:
         """Carry out the pending decision after its delay."""
         decision = self.cluster.pending or Decision("restart")
         if decision.action == "stop":
-            return self.finish(self.observations.failed_code(), decision.reason, True)
+            return self.finish(self.observations.failed_code(), decision.reason)
         if decision.action == "done":
-            return self.finish(ENDED_EARLY, decision.reason, True)
+            return self.finish(ENDED_EARLY, decision.reason)
         if self.clock.seconds < decision.delay:
             return None
         if decision.action == "requeue":
@@ -213,5 +211,5 @@ class AttemptPhases:
         accepted, answer = slurm.requeue(str(slurm.job()), self.cluster.out)
         print_line(f"the job was requeued {answer}" if accepted else f"SLURM refuses to requeue the job: {answer}")
         if accepted:
-            return self.finish(REQUEUED, "", False)
-        return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {answer}", True)
+            return self.finish(REQUEUED, "", ended=False)
+        return self.finish(1, f"too few nodes are left, and SLURM refuses to requeue the job: {answer}")
