@@ -30,7 +30,7 @@ from zaya_plugin.config.compose import save_recipe
 from zaya_plugin.config.run_directory import check_resume, checkpoint_path, keep_recipe, make_writable, written_by
 from zaya_plugin.config.schema import Recipe
 from zaya_plugin.data.sources import damaged_data
-from zaya_plugin.ground import phases
+from zaya_plugin.ground import phases, processes
 from zaya_plugin.ground.errors import free_space, is_full, message, mistake
 from zaya_plugin.ground.exit_codes import ENDED_EARLY, ROLL_BACK
 from zaya_plugin.ground.parent_death import (
@@ -63,7 +63,7 @@ ENDED_NOTHING = re.compile(
     rf"^(?:Exception ignored|Exception in thread|Error in atexit|Process \S+:).*\n{BLOCK}(?:\n.*:\n\n{BLOCK})*",
     re.MULTILINE,
 )
-FROM_TORCHRUN = (signal.SIGTERM,)  # how torchrun itself stops the surviving ranks
+FROM_TORCHRUN = signal.SIGTERM  # how torchrun itself stops the surviving ranks
 
 
 def launch(
@@ -253,7 +253,7 @@ def run_ranks(plan: Plan, log_dir: Path) -> Ended:
     if received:
         print(f"zaya: stopped by {signal.Signals(next(iter(received))).name}", file=sys.stderr)
     # torchrun ends the others with SIGTERM when the first rank has left
-    early = ENDED_EARLY in codes and codes <= {ENDED_EARLY, *(-number for number in FROM_TORCHRUN)}
+    early = ENDED_EARLY in codes and codes <= {ENDED_EARLY, -FROM_TORCHRUN}
     if folder is not None and (early or code < 0):
         print("".join(early_ends(folder)), end="", file=sys.stderr)
     if early:
@@ -302,11 +302,7 @@ def _pass_on(number: int, torchrun: int, received: dict[int, float]) -> None:
             file=sys.stderr,
             flush=True,
         )
-    for pid in ranks or [torchrun]:
-        try:
-            os.kill(pid, signal.SIGKILL if repeated else signal.SIGTERM)
-        except ProcessLookupError:
-            pass
+    processes.send(ranks or [torchrun], signal.SIGKILL if repeated else signal.SIGTERM)
 
 
 def _await_orphans(others: list[int]) -> None:
@@ -317,8 +313,7 @@ def _await_orphans(others: list[int]) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     while left := [pid for pid in _children(os.getpid()) if pid not in others]:
         if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
+            processes.send(left, signal.SIGKILL)
         time.sleep(0.05)
 
 
@@ -368,7 +363,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     """
     exit_codes = _exit_codes(torchrun_log)
     stderr = {int(path.parent.name): path for path in log_dir.glob("attempt_*/*/stderr.log")}
-    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code not in FROM_TORCHRUN and rank in stderr]
+    killed = [rank for rank, code in exit_codes.items() if code < 0 and -code != FROM_TORCHRUN and rank in stderr]
     # A rank that leaves with a message for the user ends the others; their tracebacks are about the connection.
     mistaken = [rank for rank, code in exit_codes.items() if rank in stderr and _left_with_message(code, stderr[rank])]
     with_traceback = [rank for rank, path in stderr.items() if "Traceback (most recent call last)" in _last_part(path)]
@@ -377,7 +372,7 @@ def first_failure(log_dir: Path, torchrun_log: Path) -> RankFailure | None:
     if rank is None:
         return None
     code = exit_codes.get(rank, 1)
-    if -code in FROM_TORCHRUN and rank in with_traceback:
+    if -code == FROM_TORCHRUN and rank in with_traceback:
         code = 1  # on a busy machine torchrun's signal for another rank comes before the end of this one
     if code < 0:
         text = f"killed by {_signal_name(-code)}"
