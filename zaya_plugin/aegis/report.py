@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 import time
 from dataclasses import asdict
 from typing import Any
 
 from zaya_plugin.aegis.account import Account, Stage
 from zaya_plugin.aegis.diagnose.evidence import printable
+from zaya_plugin.ground.columns import aligned
 from zaya_plugin.ground.durations import duration
 from zaya_plugin.pictures.content import Table
 
 SHOWN = 500  # rows of a table
+WIDEST_COLUMN = 60  # characters, in the terminal
 
 
 def percent(share: float | None) -> str:
@@ -159,16 +162,9 @@ def as_text(account: Account) -> str:
     rows = figures(account)
     parts += [printable(f"{name:24}{value:>14}   {meaning}") for name, value, meaning in rows]
     for table in tables(account):
-        parts += ["", table.title + (f" ({table.note})" if table.note else ""), *_lined_up(table)]
+        columns = aligned([table.columns, *table.rows], widest=WIDEST_COLUMN)
+        parts += ["", table.title + (f" ({table.note})" if table.note else ""), textwrap.indent(columns, "  ")]
     return "\n".join(parts)
-
-
-def _lined_up(table: Table) -> list[str]:
-    widths = [min(60, max(len(row[i]) for row in (table.columns, *table.rows))) for i in range(len(table.columns))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (table.columns, *table.rows)
-    ]
 
 
 def as_json(account: Account) -> dict[str, Any]:
