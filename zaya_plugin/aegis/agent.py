@@ -50,7 +50,7 @@ from zaya_plugin.aegis.protocol import (
     message_of,
     to_json,
 )
-from zaya_plugin.aegis.ranks import Process, Ranks, runnable
+from zaya_plugin.aegis.ranks import Ranks, runnable
 from zaya_plugin.aegis.settings import Settings, is_train
 from zaya_plugin.ground import processes
 from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent
@@ -279,17 +279,14 @@ class Agent:
     def _poll(self) -> None:
         """Report the evidence in new lines of the logs, and the ranks that have ended."""
         for process in self.ranks.poll():
-            self._has_ended(process)
-
-    def _has_ended(self, process: Process) -> None:
-        now = time.time()
-        self._beat()  # with its last step
-        if process.code and self.kill_at is None:
-            rank = process.rank if self.settings.start_per == "rank" else None
-            beat = read_beats(self.folder).get(rank, {})
-            step = {"step": beat["step"]} if "step" in beat else {}
-            self.report(self.rules.exit_evidence(process.code, now, self.settings.node, rank, **step))
-        self._send_exit(process.rank, process.code, now)
+            now = time.time()
+            self._beat()  # with its last step
+            if process.code and self.kill_at is None:
+                rank = process.rank if self.settings.start_per == "rank" else None
+                beat = read_beats(self.folder).get(rank)  # a valid one has a step
+                step = {} if beat is None else {"step": beat["step"]}
+                self.report(self.rules.exit_evidence(process.code, now, self.settings.node, rank, **step))
+            self._send_exit(process.rank, process.code, now)
 
     def _send_exit(self, rank: int, code: int, at: float) -> None:
         self._send_evidence()
