@@ -54,7 +54,7 @@ def decide(diagnosis: Diagnosis, cluster: Cluster, rules: Rules, alive: bool = F
             return _exchange(diagnosis, cluster, f"{cause} on {node} ({diagnosis.confidence})")
         return _restart(cluster, f"{cause} on {node} is weak evidence, and the first")
     if rule.action == "rollback":
-        return _roll_back(diagnosis, cluster, f"{cause}: the last checkpoint may hold the damage")
+        return _roll_back(diagnosis, cluster, f"{cause}: the last checkpoint may hold the damage", repeated=same > 1)
     if flaps or rule.affects == "link" and cluster.spares:
         return _exchange(diagnosis, cluster, f"a link of {node} was down for too long")
     if cause == "hang" and _repeats(diagnosis, cluster):
@@ -62,7 +62,7 @@ def decide(diagnosis: Diagnosis, cluster: Cluster, rules: Rules, alive: bool = F
     if rule.repeats == "node" and _repeats(diagnosis, cluster):
         return _exchange(diagnosis, cluster, f"{cause} on {node} for the second time within a day")
     if same > 1 and rule.affects == "state" and _same_step(cluster):
-        return _roll_back(diagnosis, cluster, f"{cause} at step {cluster.step} for the second time")
+        return _roll_back(diagnosis, cluster, f"{cause} at step {cluster.step} for the second time", repeated=True)
     return _restart(cluster, f"{cause}" + (f" on {node}" if node else ""))
 
 
@@ -146,13 +146,13 @@ def _exchange_group(diagnosis: Diagnosis, cluster: Cluster) -> Decision:
     return _exchange(diagnosis, cluster, f"rank {diagnosis.rank} on {diagnosis.node} hangs again")
 
 
-def _roll_back(diagnosis: Diagnosis, cluster: Cluster, why: str) -> Decision:
+def _roll_back(diagnosis: Diagnosis, cluster: Cluster, why: str, repeated: bool) -> Decision:
+    """Go back to a checkpoint before the damage. repeated: whether the same failure came before without a new step."""
     values = diagnosis.evidence[0].values if diagnosis.evidence else {}
     begin = values.get("first_step", values.get("step"))
     bad = begin if isinstance(begin, int) else None
     newest = cluster.before(None)
     # The evidence says from which step on a checkpoint may be spoiled; it was wrong if the same failure comes again.
-    repeated = any(failure.fingerprint == diagnosis.fingerprint for failure in cluster.failures_without_progress)
     to_step = cluster.before(newest if bad is None or repeated and newest is not None and newest < bad else bad)
     skip = values.get("skip")
     skip = (int(skip[0]), int(skip[1])) if isinstance(skip, (list, tuple)) and len(skip) == 2 else None
