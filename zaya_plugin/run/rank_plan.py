@@ -115,8 +115,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     """
     if problems := list(variable_problems(environ)):
         raise ValueError("\n".join(problems))
-    batch = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
-    slurm = "SLURM_PROCID" in environ and not batch  # also `srun --pty bash`, of one task
+    slurm = is_task(environ)  # also `srun --pty bash`, of one task
     names = ("SLURM_PROCID", counted := task_count(environ), "SLURM_LOCALID")
     if slurm:
         _complete(environ, names, "as srun sets them")
@@ -174,6 +173,11 @@ def whole_variable(environ: Mapping[str, str], name: str, least: int, most: int 
     return number
 
 
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a task of an `srun`. The batch script also has SLURM_PROCID=0, and is none."""
+    return "SLURM_PROCID" in environ and (environ.get("ENVIRONMENT") != "BATCH" or "SLURM_STEP_ID" in environ)
+
+
 def task_count(environ: Mapping[str, str]) -> str:
     """Return the variable with the number of tasks of this step. SLURM_NTASKS may be of the whole job: a shell inside
     an interactive step (`salloc`) has it, and is the only task of its step.
@@ -211,9 +215,8 @@ def rank_environment(recipe: Recipe, local_ranks: int, environ: Mapping[str, str
         variables["OMP_NUM_THREADS"] = str(max(1, core_count() // local_ranks))
     if recipe.cluster.device == "cpu":
         variables |= dict.fromkeys(HIDDEN_DEVICES, "")
-        variables["TORCHDYNAMO_DISABLE"] = (
-            "1"  # compiling Megatron's jit_fuser functions takes seconds and saves microseconds on a CPU
-        )
+        # Compiling Megatron's jit_fuser functions takes seconds and saves microseconds on a CPU.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     ordered = recipe.parallel.tensor_model_parallel_size > 1 or recipe.parallel.context_parallel_size > 1
     if recipe.cluster.device == "cuda" and "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
         # Before Blackwell, Megatron requires one queue where kernels must reach the device in the order of their
@@ -240,14 +243,11 @@ def slurm_variables(environ: Mapping[str, str], master_port: int | None = None) 
     """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this task, or None outside
     `srun`.
 
-    The batch script itself also has SLURM_PROCID=0, but it is not a task of a step.
     All tasks must agree without communication: the address is the first host of the step, the port is computed from the
     job id.
     """
     counted = task_count(environ)
-    if not all(name in environ for name in ("SLURM_PROCID", counted, "SLURM_LOCALID")):
-        return None
-    if environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ:
+    if not is_task(environ) or counted not in environ or "SLURM_LOCALID" not in environ:
         return None
     tasks = int(environ[counted])
     if tasks < 2:
