@@ -112,9 +112,8 @@ def check(curriculum: Curriculum) -> None:
     """Raise ValueError if run_dir holds another curriculum, or a stage was changed after the next stage had started
     from it.
     """
-    path = curriculum.run_dir / STATE
     names = [stage.name for stage in curriculum.stages]
-    if path.is_file():
+    if (curriculum.run_dir / STATE).is_file():
         before = [stage["name"] for stage in read_state(curriculum.run_dir)["stages"]]
         if before[: len(names)] != names and names[: len(before)] != before:
             raise mistake(
@@ -168,7 +167,7 @@ def dry_run(curriculum: Curriculum, only: str | None = None, verbose: bool = Fal
     return "\n".join([*lines, *([] if verbose else [MORE]), NOTHING_CREATED]), [*problems]
 
 
-def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> None:
+def write_state(curriculum: Curriculum, news: dict[str, dict]) -> None:
     """Write <run_dir>/curriculum.json atomically. news: values by stage, added to those of the file."""
     path = curriculum.run_dir / STATE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +175,7 @@ def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> 
     stages = [
         {
             **known.get(stage.name, {}),
-            **(news or {}).get(stage.name, {}),
+            **news.get(stage.name, {}),
             "name": stage.name,
             "run_dir": str(stage.run_dir),
             "steps": stage.steps,
@@ -191,7 +190,7 @@ def write_state(curriculum: Curriculum, news: dict[str, dict] | None = None) -> 
 
 def read_state(run_dir: Path) -> dict:
     """Return the record of `write_state`."""
-    return json.loads((Path(run_dir) / STATE).read_text())
+    return json.loads((run_dir / STATE).read_text())
 
 
 def _compare_positions(short: Stage, long: Stage) -> int:
