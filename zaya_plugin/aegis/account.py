@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The account of a supervised run, from its journal: attempts, failures, uses of time, and the figures made of them.
 
-One pass cuts the time into attempts, a second one gives every second to training, to a failure, or to a start or an
-end. Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person
-is left out):
+Figures, all over the time in which the run was supervised (the pause between an end and a later start by a person is
+left out):
 
     ETTR    = seconds of training that was kept / seconds                       (effective training time ratio)
     goodput = steps that were kept x median seconds of a step (of its stage) / seconds

@@ -29,6 +29,7 @@ from zaya_plugin.aegis.collectors.runner import dropped_evidence
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
 from zaya_plugin.aegis.diagnose.rules import KERNEL, Reader, Rules
 from zaya_plugin.aegis.protocol import (
+    BEAT_SECONDS,
     Beat,
     BeatAnswer,
     BeatRequest,
@@ -56,7 +57,6 @@ from zaya_plugin.ground import processes
 from zaya_plugin.ground.parent_death import COPY_SECONDS, adopt_orphans, die_with_parent
 
 POLL_SECONDS = 0.1  # exit codes and logs
-BEAT_SECONDS = 2.0
 START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first step is known
 CONNECT_SECONDS = 0.5  # between two tries to reach the decider
 ACCEPT_SECONDS = 2.0  # for the host of the decider to accept a connection

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the account of a supervised run from its journal. One pass cuts the time into attempts, a second one gives
+"""Make the account of a supervised run from its journal. One pass cuts the time into attempts, a second one gives
 every second to training, to a failure, or to a start or an end.
 """
 

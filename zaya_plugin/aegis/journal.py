@@ -31,9 +31,8 @@ class Journal:
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.waiting = bytearray()  # lines that are not in the file yet
         self._failed = False
-        if (size := os.fstat(self.file).st_size) and os.pread(
-            self.file, 1, size - 1
-        ) != b"\n":  # the writer was killed within a line
+        size = os.fstat(self.file).st_size
+        if size and os.pread(self.file, 1, size - 1) != b"\n":  # the writer was killed within a line
             self.waiting += b"\n"
 
     def write(self, row: Row, generation: int) -> None:

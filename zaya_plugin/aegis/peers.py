@@ -12,9 +12,9 @@ from typing import Any
 
 from zaya_plugin.aegis import link
 from zaya_plugin.aegis.diagnose.evidence import print_line
-from zaya_plugin.aegis.protocol import Join, Leave, message_of, to_json
+from zaya_plugin.aegis.protocol import BEAT_SECONDS, Join, Leave, message_of, to_json
 
-LOST_SECONDS = 6.0  # three heartbeats
+LOST_SECONDS = 3 * BEAT_SECONDS
 MAX_CONNECTIONS = 4096  # those that have not proved yet that they hold the secret count too
 
 

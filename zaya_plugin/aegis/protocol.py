@@ -12,6 +12,7 @@ from zaya_plugin.aegis.diagnose.evidence import Evidence, is_number
 
 Number = int | float
 ListOrTuple = list | tuple
+BEAT_SECONDS = 2.0  # between two heartbeats of an agent whose ranks train
 
 # ---- messages ----
 

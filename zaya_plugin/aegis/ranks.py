@@ -87,7 +87,7 @@ class Ranks:
         logs.mkdir(parents=True, exist_ok=True)
         command = runnable(message.command)
         for local, number in enumerate(self.numbers(message)):
-            log = logs / (f"{self.settings.start_per}{number}.log")
+            log = logs / f"{self.settings.start_per}{number}.log"
             with open(log, "ab+") as out:
                 popen = subprocess.Popen(
                     command,
@@ -100,9 +100,8 @@ class Ranks:
                 )
                 output = Tail(log, os.dup(out.fileno()))  # read on where a rotation of logs renames the file
             processes.OWN_CHILDREN.add(popen.pid)
-            reader = Reader(
-                self.rules, "rank", self.settings.node, number if self.settings.start_per == "rank" else None
-            )
+            rank = number if self.settings.start_per == "rank" else None
+            reader = Reader(self.rules, "rank", self.settings.node, rank)
             self.processes.append(Process(number, popen, output, reader))
 
     def numbers(self, message: Start) -> list[int]:
@@ -200,9 +199,8 @@ class Ranks:
         Only a process that names itself in a heartbeat knows the signal: it would end others, such as a shell around
         the rank. while_waiting: called again and again.
         """
-        ours = set(
-            processes.started_with(processes.ranks_mark(self.folder))
-        )  # a number in a file may be another process's by now
+        # A number in a file may be another process's by now.
+        ours = set(processes.started_with(processes.ranks_mark(self.folder)))
         asked = {rank: beat["pid"] for rank, beat in read_beats(self.folder).items() if beat.get("pid") in ours}
         before = {rank: self._dump_times(rank) for rank in asked}
         recorder.ask()

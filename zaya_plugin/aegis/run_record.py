@@ -21,6 +21,7 @@ from zaya_plugin.aegis.diagnose.cluster import Cluster
 from zaya_plugin.aegis.diagnose.evidence import Evidence, print_line
 from zaya_plugin.aegis.journal import Journal, read, without_secrets_in
 from zaya_plugin.aegis.protocol import (
+    BEAT_SECONDS,
     OUT,
     Alert,
     Begin,
@@ -38,8 +39,7 @@ from zaya_plugin.config.run_directory import COMPLETE, MANIFEST
 
 FLUSH_SECONDS = 2.0  # between two tries to write lines of the journal for which the disk had no room
 PROGRESS_SECONDS = 60.0  # between two lines of progress in the journal
-# A rank is slow if it needs this many times its peers' median, for this number of steps and seconds;
-# heartbeats come every 2 s.
+# A rank is slow if it needs this many times its peers' median, for this number of steps and seconds.
 SLOW_FACTOR, SLOW_STEPS, SLOW_SECONDS = 1.5, 5, 6.0
 
 
@@ -195,7 +195,8 @@ class Steps:
 
     def _check_resumed(self, step: int) -> None:
         expected = self.cluster.resume_step
-        if expected is not None and not expected < step <= expected + 1 + int(2 * 2.0 / max(self.slowest, 0.01)):
+        unseen = int(2 * BEAT_SECONDS / max(self.slowest, 0.01))  # steps that ranks make in two heartbeats
+        if expected is not None and not expected < step <= expected + 1 + unseen:
             text = f"training continues at step {step}, the newest checkpoint is of step {expected}"
             print_line(f"WARNING: {text}")
             self.record.write(Symptom(Evidence(time.time(), "", "agent", text)))

@@ -240,15 +240,8 @@ class FlightRecorder(_Files):
                     continue
                 self._seen[path] = dump["request"]
                 rank, values = int(dump["rank"]), summary(dump)
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                TypeError,
-                AttributeError,
-                OverflowError,
-            ):  # written by another version of torch
-                continue
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                continue  # written by another version of torch
             last = values["last"]
             text = f"rank {rank} has enqueued {last['operation']} {last['number']} of {last['group']} last"
             evidence.append(

@@ -149,9 +149,8 @@ class Observations:
             progress = [Evidence(at, "", "progress", "made a step", values={"step": self.cluster.step})]
         since = time.time() - LOOKBACK
         nodes = (*self.cluster.nodes, "")  # what happens on a spare explains nothing
-        relevant = [
-            item for item in self.evidence if item is self.symptom or item.time > since and item.node in nodes
-        ]  # the symptom counts whatever its clock says
+        # The symptom counts whatever its clock says.
+        relevant = [item for item in self.evidence if item is self.symptom or item.time > since and item.node in nodes]
         return diagnose(relevant + progress, self.rules)
 
     def unkillable(self) -> set[str]:
@@ -163,10 +162,8 @@ class Observations:
         exits = sorted((item for item in self.evidence if item.source == "exit"), key=lambda item: item.time)
         codes = [int(item.values.get("exit_code", 1)) for item in exits]
         last = self.cluster.failures[-1].cause if self.cluster.failures else ""
-        code = next(
-            (code for code in codes if code == 2),
-            codes[0] if codes else self.rules["hang"].exit_code[0] if last == "hang" else 1,
-        )
+        without_exit = self.rules["hang"].exit_code[0] if last == "hang" else 1
+        code = 2 if 2 in codes else next(iter(codes), without_exit)
         return 128 - code if code < 0 else code or 1
 
 
@@ -249,9 +246,8 @@ def _laggard(named: Sequence[tuple[Evidence, Rule]]) -> Evidence | None:
     missing = next((item for item, rule in named if rule.name == "missing_rank"), None)
     if missing is not None:
         return missing
-    numbers = {
-        item.rank: item for item, rule in reversed(named) if "enqueued" in item.values
-    }  # the first line of each rank
+    # The first line of each rank: the earlier ones come last, and replace the later ones.
+    numbers = {item.rank: item for item, _ in reversed(named) if "enqueued" in item.values}
     if len({item.values["enqueued"] for item in numbers.values()}) < 2:
         return None
     return min(numbers.values(), key=lambda item: (item.values["enqueued"], item.time))

@@ -402,9 +402,8 @@ def _check_pattern(at: str, pattern: str) -> None:
 def _repeats(pattern: str) -> tuple[int, bool]:
     """Return how many repeats without a limit take almost any letter, and whether a repeat lies within another one."""
     wide_repeats, nested = 0, False
-    groups = [
-        (False, False)
-    ]  # of each open group: whether a part of it takes most letters, and whether one is repeated
+    # Of each open group: whether a part of it takes most letters, and whether one is repeated.
+    groups = [(False, False)]
     wide, repeated, outer = False, False, (False, False)  # of the last part, and of its group before it
     for token in TOKENS.finditer(pattern):
         if token["open"]:
