@@ -314,7 +314,8 @@ class Agent:
                 row = replace(evidence, time=evidence.time + self.clock.offset).to_json()
                 if (length := len(json.dumps(row))) > EVIDENCE_BYTES:
                     row, length = {name: value for name, value in row.items() if name != "values"}, 0
-                rows, size = [*rows, row], size + length
+                rows.append(row)
+                size += length
             self._send(EvidenceBatch(self.generation, rows))
 
     def _collect(self) -> None:

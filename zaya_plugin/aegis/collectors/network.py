@@ -83,7 +83,7 @@ class Links(Collector):
             seconds = now - self._since.pop(name)
             text = f"link {name} is up again after {seconds:.1f} s"
             return [self.evidence(now, "link_flap", text, interface=name, seconds=seconds, recovered=True)]
-        if up and downs is not None and before is not None and downs > before:
+        if up and downs is not None and downs > before:
             text = f"link {name} went down and up {downs - before} time(s) within {self.interval:g} s"
             values = {"interface": name, "count": downs - before, "recovered": True}
             return [self.evidence(now, "link_flap", text, **values)]

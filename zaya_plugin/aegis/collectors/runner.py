@@ -7,7 +7,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zaya_plugin.aegis.diagnose.evidence import Evidence, printable
@@ -43,8 +43,8 @@ class Collector:
 class Collectors:
     """Polls collectors until `close`. `drain` returns their evidence since the last call; it never waits."""
 
-    def __init__(self, collectors: Sequence[Collector], clock: Callable[[], float] = time.time):
-        self.collectors, self.clock = list(collectors), clock
+    def __init__(self, collectors: Sequence[Collector]):
+        self.collectors = list(collectors)
         self._evidence: queue.Queue[Evidence] = queue.Queue(MAX_EVIDENCE)
         self._ended = threading.Event()
         self._busy: dict[str, float] = {}  # collector -> start of its poll (monotonic)
@@ -60,7 +60,7 @@ class Collectors:
         while not self._ended.is_set():
             self._busy[collector.name] = time.monotonic()
             try:
-                evidence = collector.poll(self.clock())
+                evidence = collector.poll(time.time())
             except Exception as error:  # a source in an unknown form must not end the watch over it
                 evidence = []
                 if collector.name not in self._failed:
@@ -74,7 +74,7 @@ class Collectors:
 
     def _about(self, collector: Collector, problem: str) -> Evidence:
         text, values = f"collector {collector.name} {problem}", {"collector": collector.name}
-        return Evidence(self.clock(), collector.node, "agent", printable(text), rule="collector_late", values=values)
+        return Evidence(time.time(), collector.node, "agent", printable(text), rule="collector_late", values=values)
 
     def _put(self, evidence: Evidence) -> None:
         try:
@@ -91,7 +91,7 @@ class Collectors:
                 self._put(self._about(collector, f"does not answer for {collector.deadline:g} s"))
         evidence, dropped, self._dropped = [], self._dropped, 0
         if dropped:
-            evidence.append(dropped_evidence(self.clock(), self.collectors[0].node, dropped, "of collectors"))
+            evidence.append(dropped_evidence(time.time(), self.collectors[0].node, dropped, "of collectors"))
         while True:
             try:
                 evidence.append(self._evidence.get_nowait())

@@ -114,20 +114,17 @@ class Checkpoints(Collector):
     def poll(self, now: float) -> list[Evidence]:
         if self.stalled():
             return []
-        complete = {step for step in on_disk.iterations(self.directory) if self._is_complete(step)}
-        new, first = complete - (self._known or set()), self._known is None
-        self._known = complete
-        evidence = [self._saved(step, now) for step in sorted(new) if not first]
+        is_first, known = self._known is None, self._known or set()
+        self._known = {
+            step
+            for step in on_disk.iterations(self.directory)
+            if step in known or on_disk.has_manifest(on_disk.folder(self.directory, step))
+        }
+        evidence = [] if is_first else [self._saved(step, now) for step in sorted(self._known - known)]
         return evidence + self._late(now)
 
-    def _is_complete(self, step: int) -> bool:
-        return bool(self._known and step in self._known) or on_disk.has_manifest(self._folder(step))
-
-    def _folder(self, step: int) -> places.Place:
-        return on_disk.folder(self.directory, step)
-
     def _saved(self, step: int, now: float) -> Evidence:
-        wrong = manifest.problems(self._folder(step))
+        wrong = manifest.problems(on_disk.folder(self.directory, step))
         if wrong:
             return self.evidence(now, "ckpt_broken", f"checkpoint of step {step}: {'; '.join(wrong)}", step=step)
         return self.evidence(now, "checkpoint_saved", f"checkpoint of step {step} is complete", step=step)
