@@ -61,7 +61,6 @@ START_BEAT_SECONDS = 0.5  # until all ranks train, so that the time of the first
 CONNECT_SECONDS = 0.5  # between two tries to reach the decider
 ACCEPT_SECONDS = 2.0  # for the host of the decider to accept a connection
 ALONE_SECONDS = 900.0  # without ranks and without a decider: a whole job must not wait for nothing
-UNKILLABLE_SECONDS = 5.0
 MAX_EVIDENCE = 10_000  # pieces that are kept while the decider is gone
 EVIDENCE_BYTES = 2**18  # in one message, and of one piece
 WRONG_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR)
@@ -116,7 +115,7 @@ class Agent:
         """Work until the decider ends the run."""
         adopt_orphans()
         self.ranks.follow_logs()
-        processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)  # of an agent that was killed before
+        self.ranks.kill()  # those of an agent that was killed before
         wake = processes.wake_on_signals(self._on_signal)
         try:
             while self.code is None:
@@ -124,7 +123,7 @@ class Agent:
         finally:
             signal.set_wakeup_fd(-1)
             self.collectors.close()
-            processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
+            self.ranks.kill()
             if self.link is not None:
                 self.link.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -247,7 +246,7 @@ class Agent:
                     )
                 self.ranks.signal(signal.SIGTERM)
             else:
-                processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
+                self.ranks.kill()
             if self._passed > 2 or self.link is None and not self.ranks.running:
                 self.code = 128 + number
 
@@ -255,7 +254,7 @@ class Agent:
 
     def _start(self, message: Start) -> None:
         if self.ranks.processes:
-            processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS)
+            self.ranks.kill()
         self.generation, self.kill_at, self.ended = message.generation, None, None
         try:
             self.ranks.start(message)
@@ -346,7 +345,7 @@ class Agent:
     def _continue_stop(self) -> None:
         if self.ranks.running and time.monotonic() < self.kill_at:
             return
-        survivors = processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS, self._beat_if_due)
+        survivors = self.ranks.kill(self._beat_if_due)
         self._poll()
         while any(process.ended is not None for process in self.ranks.running):  # until their last lines are read
             time.sleep(processes.POLL)

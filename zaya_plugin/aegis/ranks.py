@@ -34,6 +34,7 @@ LOG_SECONDS = 0.1  # between two reads of the logs
 LOG_BYTES = 2**20  # of a line without its end that are kept
 LAST_LOG_SECONDS = 2.0  # for the last lines of a process that has ended
 DUMP_SECONDS = 2.0  # for stacks and flight recorders
+UNKILLABLE_SECONDS = 5.0  # after SIGKILL; a process that then still exists survives it
 LIBC = ctypes.CDLL(None)
 VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 OUTER = (
@@ -76,6 +77,10 @@ class Ranks:
 
     def signal(self, number: int) -> None:
         processes.send([process.popen.pid for process in self.running], number)
+
+    def kill(self, between: Callable[[], None] = lambda: None) -> list[int]:
+        """Kill all processes of this folder's ranks, and return those that survive. between: called again and again."""
+        return processes.kill_all(processes.ranks_mark(self.folder), UNKILLABLE_SECONDS, between)
 
     def start(self, message: Start) -> None:
         """Start the command for each rank, or once. Raises OSError; those that were started then run."""
