@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zaya_plugin.aegis.journal import NAME
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -59,7 +61,7 @@ class Settings:
 
     @property
     def journal(self) -> Path:
-        return self.folder / "journal.jsonl"
+        return self.folder / NAME
 
     def to_file(self) -> int:
         """Return an open file in memory with the settings, for the stdin of a program."""
