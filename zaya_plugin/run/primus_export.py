@@ -88,11 +88,9 @@ def experiment(recipe: Recipe, data: dict[str, Any], local_ranks: int, spec: boo
     else:
         # Top-level keys become arguments, which are saved with checkpoints and compared when one is loaded.
         values |= {name: values.get(name) for name in OWN_ARGUMENTS}
-        values["stage"] = "zaya_pretrain"
-        values["zaya_recipe"] = str(Path(recipe.run_dir) / "recipe.yaml")
-    undone = dict(PRESETS_UNDONE)
-    undone["disable_tensorboard"] = not recipe.logger.tensorboard
-    undone["disable_wandb"] = not recipe.logger.wandb
+        values |= {"stage": "zaya_pretrain", "zaya_recipe": str(Path(recipe.run_dir) / "recipe.yaml")}
+    loggers = {"disable_tensorboard": not recipe.logger.tensorboard, "disable_wandb": not recipe.logger.wandb}
+    overrides = PRESETS_UNDONE | loggers | {name: _plain(value) for name, value in values.items()}
     parts = Path(recipe.run_dir).parts
     if len(parts) <= LEAST_PARTS:  # the root is a part
         raise mistake(
@@ -115,7 +113,7 @@ def experiment(recipe: Recipe, data: dict[str, Any], local_ranks: int, spec: boo
                 "framework": "megatron",
                 "config": "pre_trainer.yaml",
                 "model": "language_model.yaml",
-                "overrides": dict(sorted({**undone, **{key: _plain(value) for key, value in values.items()}}.items())),
+                "overrides": dict(sorted(overrides.items())),
             }
         },
     }
