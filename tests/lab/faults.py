@@ -215,11 +215,11 @@ def packet_loss(trial: Trial) -> float:
     return now
 
 
-@fault("a rank with a fifth of a core", needs=("cpu",), causes=("slow_rank",), within=HANG, quiet=True)
+@fault("a rank with two fifths of a core", needs=("cpu",), causes=("slow_rank",), within=HANG, quiet=True)
 def slow_rank(trial: Trial) -> float:
     run = trial.start()
     now = time.time()
-    with trial.stand.cgroup("cpu", run.rank_pid("n2"), cfs_period_us=100_000, cfs_quota_us=20_000):
+    with trial.stand.cgroup("cpu", run.rank_pid("n2"), cfs_period_us=100_000, cfs_quota_us=40_000):
         time.sleep(12.0)
     return now
 
