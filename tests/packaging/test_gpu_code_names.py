@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-RULES = ("missing-attribute", "missing-module-member", "import-not-found")
-RULES += ("missing-argument", "unknown-argument", "too-many-positional-arguments")
-# Set on tensors and on a stand-in; an argument that transformers reads from its keywords.
-DYNAMIC = {"main_grad", "grad_added_to_main_grad", "zaya_role", "get_config", "attn_implementation"}
+NAMES = ("missing-attribute", "missing-module-member", "import-not-found")
+ARGUMENTS = ("missing-argument", "unknown-argument", "too-many-positional-arguments")
+# Attributes that are set on tensors and on a stand-in, and an argument that transformers reads from its keywords.
+RUN_TIME_NAMES = {"main_grad", "grad_added_to_main_grad", "zaya_role", "get_config", "attn_implementation"}
 FOREIGN_MODULE = re.compile(r"imported module `(?!(zaya_plugin|hip_ops|patches|tests|tools)\b)")
 
 
 def missing(root: Path, *folders: str) -> list[str]:
-    """Return what ty finds by RULES in the folders of `root`, without names that exist at run time only, and without
-    modules of other packages.
+    """Return the lines in which ty reports a missing name or a wrong argument in folders of `root`, but for
+    RUN_TIME_NAMES and modules of other packages.
     """
     sources = ", ".join(f'"{folder}"' for folder in folders)
     places = ["--project", root, "--python", sys.prefix, "--extra-search-path", REPO]
-    rules = ["--ignore=all", *(f"--error={rule}" for rule in RULES)]
+    rules = ["--ignore=all", *(f"--error={rule}" for rule in NAMES + ARGUMENTS)]
     command = [Path(sys.executable).parent / "ty", "check", *places, *rules, "--output-format=concise"]
     shown = subprocess.run(
         [*command, "--config", f"src.include=[{sources}]"], cwd=root, capture_output=True, text=True, timeout=280
@@ -28,7 +28,7 @@ def missing(root: Path, *folders: str) -> list[str]:
     assert shown.returncode in (0, 1), shown.stderr
     found = [line for line in shown.stdout.splitlines() if re.search(r":\d+:\d+: ", line)]
     found = [line for line in found if not FOREIGN_MODULE.search(line)]
-    return [line for line in found if not DYNAMIC.intersection(re.findall(r"`(\w+)`", line))]
+    return [line for line in found if not RUN_TIME_NAMES.intersection(re.findall(r"`(\w+)`", line))]
 
 
 def test_names_exist():
