@@ -141,6 +141,8 @@ def test_dataset_without_split_is_all_training(tmp_path, run, corpus, build):
     ("train", "valid", "samples", "message"),
     [
         ("nowhere", None, (1, 0, 0), "there is no dataset at this path"),
+        ("{prepared}", None, (1, 5, 0), "5 valid samples are requested, without valid data"),
+        ("{prepared}", None, (0, 0, 0), "requests no sample"),
         (
             [(1.0, "{prepared}"), "{prepared}"],
             None,

@@ -27,6 +27,7 @@ from zaya_plugin.data.prepared import (
 )
 from zaya_plugin.data.sealed_cache import sealed
 from zaya_plugin.data.stream_dataset import StreamDataset
+from zaya_plugin.ground.errors import mistake
 
 
 class BinGPTDataset(GPTDataset):
@@ -75,7 +76,7 @@ def build_gpt_datasets(
 
     Args:
         train, valid: what to draw from, see `Blend` and `resolve_blend`.
-        num_samples: sequences to draw for train, valid and test (always 0), over as many epochs as it takes; 0 builds no
+        num_samples: sequences to draw for train, valid and test (0), over as many epochs as it takes; 0 builds no
             dataset.
         sequence_length: tokens of a sample; `tokens` and `labels` are int64 [sequence_length].
         seed: of the document and sample order.
@@ -88,13 +89,21 @@ def build_gpt_datasets(
         [train, valid, test]; None for a split without samples.
 
     Raises:
-        ValueError: see `resolve_blend` and `check_dataset`.
+        ValueError: see `check_dataset`; or samples are requested of a split without data.
     """
-    blends = [
-        resolve_blend(train, "train") if num_samples[0] else None,
-        resolve_blend(valid, "valid") if num_samples[1] else None,
-        None,
-    ]
+    blends = [resolve_blend(train, "train"), resolve_blend(valid, "valid"), None]
+    for index, name in enumerate(("train", "valid", "test")):
+        if num_samples[index] and blends[index] is None:
+            raise mistake(
+                "num_samples",
+                num_samples,
+                problem=f"{num_samples[index]} {name} samples are requested, without {name} data",
+                fix="name a dataset or ask for 0",
+            )
+        if not num_samples[index]:
+            blends[index] = None
+    if not any(blends):
+        raise mistake("num_samples", num_samples, problem="requests no sample of any split")
     prefixes = sorted({prefix for blend in blends if blend for prefix in blend[0]})
     for prefix in prefixes:
         refuse_other_length(prefix, sequence_length)
