@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test the self-check on a device: its conditions find mistakes that an idle device's default stream hides, and a start
-takes seconds.
+"""Test the self-check on a device: its conditions find mistakes that an idle device's default stream hides, and a
+second start compiles nothing.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -21,14 +22,20 @@ from tests.hip_ops.training_calls import training_calls
 
 GPU = torch.device("cuda", 0)
 NAMES = ("default stream", "side stream", "captured graph", "full device")
-# Checks what `zaya train` checks before the first step, except core attention.
+# Checks what `zaya train` checks before the first step, except core attention; prints its seconds and those in which
+# each Triton kernel of hip_ops was compiled.
 START = """
-import time, torch
+import json, time, torch, triton
+compiled = []
+def listener(src, times, cache_hit, **rest):
+    if not cache_hit and src.fn.module.startswith("hip_ops."):
+        compiled.append(times.total / 1e6)
+triton.knobs.compilation.listener = listener
 began = time.perf_counter()
 from hip_ops.runtime.operator import running
-chosen = running("cuda")
+running("cuda")
 torch.cuda.synchronize()
-print(f"{len(chosen)} {time.perf_counter() - began:.1f}")
+print(json.dumps([time.perf_counter() - began, compiled]))
 """
 
 
@@ -185,19 +192,29 @@ def test_training_compiles_no_triton_kernel_after_the_check():
 
 
 @pytest.mark.alone
-def test_the_start_takes_seconds(tmp_path):
-    """In a process of its own, with an empty and then a full cache of Triton."""
+def test_a_second_start_compiles_nothing(tmp_path):
+    """In processes of their own, with an empty and then a full cache of Triton.
+
+    The bounds hold on a slow machine too: 73 kernels are compiled for an H200, and nearly all of the first start's time
+    is theirs (`benchmarks/kernel_checks.py` measures it).
+    """
+    pytest.importorskip("triton")
+    if torch.version.hip:
+        pytest.skip("an AMD GPU runs shipped objects")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    seconds = []
+    starts = []
     for _ in range(2):
         said = subprocess.run(
             [sys.executable, "-c", START], env=environment, check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-        seconds.append(float(said.split()[1]))
-    print(f"with an empty cache {seconds[0]} s, with a full one {seconds[1]} s")
-    assert seconds[1] < seconds[0] < 60 and seconds[1] < 20, seconds
+        starts.append(json.loads(said.splitlines()[-1]))
+    (first, compiled), (second, again) = starts
+    kernels = f"{len(compiled)} kernels in {sum(compiled):.1f} s, the longest in {max(compiled):.1f} s"
+    print(f"with an empty cache {first:.1f} s, of which {kernels}; with a full one {second:.1f} s")
+    assert again == [] and second < first / 3
+    assert 40 <= len(compiled) <= 90 and max(compiled) < sum(compiled) / 4, kernels
