@@ -355,6 +355,14 @@ REASONS = {
         "its 36 steps become faster, 1.550 to 1.487 s; the cause is not known",
     ),
     ("checkpoint_stall-h200-memory", "4c1c65e"): (0.09, "two layers, so that the head is 80 % of the step"),
+    ("step40-h200-in_turns micro_batch_2 new", "61d0995a"): (
+        0.11,
+        "kernels newer than the fit's; from the H100's record as step40-h200-micro_batch_2",
+    ),
+    ("step40-h200-in_turns old", "04c135c"): (
+        0.04,
+        "FlashAttention-4 and quack together, on products 2 % faster: no fitted record of one device has both",
+    ),
     ("step40-h200-micro_batch_2", "7020e611"): (
         MAX_EXCUSED,
         "one record, of 4 sequences, does not show the time that each micro-batch takes whatever its tokens",
