@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 
-STEPS, SECONDS = 6, 150  # of a run, after which it counts as one that does not end
+STEPS = 6
 RANKS = max(count for count in (1, 2, 4) if count <= max(torch.cuda.device_count(), 1))
 RECIPE = [
     "cluster=gpu",
@@ -44,13 +44,12 @@ def train(demo, run_dir, graphs_and_dtype, end, *overrides):
         "optim.lr_warmup_iters=1",
         *overrides,
     ]
-    demo(run_dir, *RECIPE, *recipe, timeout=SECONDS)
+    demo(run_dir, *RECIPE, *recipe)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()], (
         run_dir / "logs" / "rank0.log"
     ).read_text()
 
 
-@pytest.mark.timeout(2 * SECONDS + 200)  # the demo's data are made on the way
 @pytest.mark.parametrize(
     "kind, end", [(EAGER, BY_ITSELF), (GRAPH, EXIT_CONDITION)], ids=["eager, by itself", "graph, exit condition"]
 )
@@ -78,9 +77,7 @@ def test_training_is_the_same(demo, tmp_path, kind, end):
 @pytest.mark.skipif(RANKS == 1, reason="needs two accelerators: one has nothing to copy")
 def test_what_is_copied_needs_no_kernel_of_nccl(zaya, tmp_path):
     recipe = ["experiment=cpu_demo", *RECIPE, "cluster.graphs=full_iteration", GATHERED]
-    zaya(
-        "bench", "step", *recipe, "--random-tokens=2048", "--no-trace", "--output", tmp_path / "bench", timeout=SECONDS
-    )
+    zaya("bench", "step", *recipe, "--random-tokens=2048", "--no-trace", "--output", tmp_path / "bench")
     record = json.loads((tmp_path / "bench" / "step.json").read_text())
     names = [each["name"] for row in record["parts"] if row["part"] == "communication" for each in row["longest"]]
     assert any(name.startswith("Memcpy PtoP") for name in names) and not any("AllGather" in name for name in names), (

@@ -188,7 +188,6 @@ def test_memory_of_a_chunk(chosen):
     assert extra <= 1.15 * 512 * classes * 2 + 2**26, extra
 
 
-@pytest.mark.timeout(600)
 def test_training_has_the_losses_of_the_reference(demo, tmp_path):
     """20 steps of the demo in bf16 with DDP's overlap."""
     recipe = ("cluster=gpu", "exit_interval=20", "checkpoint.save_interval=null", "parallel.overlap_grad_reduce=true")

@@ -28,7 +28,6 @@ def test_a_step_waits_once(tmp_path, record_property):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=540,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
     )
     assert done.returncode == 0, done.stdout[-6000:]

@@ -232,7 +232,6 @@ def runs(request, tmp_path_factory):
         servers.close()
 
 
-@pytest.mark.timeout(900)  # the first case waits for its turn
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_layout(runs, case):
     kind, each = case

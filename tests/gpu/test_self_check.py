@@ -169,7 +169,6 @@ def test_the_choice_names_its_sources():
     assert chosen["Triton"] == (triton.__version__,) and chosen["muon_update_"] == ("triton",)
 
 
-@pytest.mark.timeout(600)
 def test_training_compiles_no_triton_kernel_after_the_check():
     """With the sizes of ZAYA1-base; what Newton-Schulz compiles depends on the number of a rank's matrices."""
     triton = pytest.importorskip("triton")
