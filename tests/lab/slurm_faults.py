@@ -54,6 +54,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPort={port}
 SlurmdTimeout=10
+SlurmctldDebug=debug2
 KillWait=5
 ReturnToService=2
 PartitionName=lab Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
@@ -105,6 +106,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        processes.send(self._programs(), signal.SIGKILL)  # those left would tell the next cluster that a node failed
         shutil.rmtree(self.public, ignore_errors=True)
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -182,8 +184,18 @@ class Cluster:
             pids = {self.daemons[node].pid}
             for variable in (NODE_VARIABLE, "SLURMD_NODENAME"):
                 pids.update(processes.started_with(f"{variable}={node}"))
-            processes.send(pids, number)
+            parents = {int(fields[1]) for fields in map(processes.stat, pids) if fields}
+            processes.send(pids | parents.intersection(self._programs()), number)
         return now
+
+    def _programs(self) -> list[int]:
+        """Return the processes of SLURM's programs: slurmstepd writes its title over its environment."""
+        pids = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.readlink(path / "exe").startswith(str(self.public)):
+                    pids.append(int(path.name))
+        return pids
 
 
 class SlurmRun(Run):
