@@ -160,22 +160,10 @@ def seeded(working_directory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def require_tool() -> Callable[[str], str]:
-    """Gives the path of a program outside Python, as in `clang = require_tool("clang-19")`.
+    """Gives the function of tests/tool.py."""
+    from tests.tool import require_tool
 
-    Where the program is missing the test is skipped; under CI=true it fails instead, for there a skip would hide that nothing ran.
-    Name the Debian package in tools/apt-packages.txt.
-    """
-
-    def find(name: str) -> str:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-        reason = f"{name} is not on PATH; tools/apt-packages.txt names the package"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-
-    return find
+    return require_tool
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,8 @@ from hip_ops.runtime.build import LIBRARY, MANIFEST, kernel_sources, shipped_fol
 from hip_ops.runtime.code_objects import OBJECTS_MANIFEST
 from hip_ops.runtime.hazards import code_objects
 from tests.gfx942 import toolchain
-from tests.gfx942.toolchain import COMPILER, TARGETS, is_newer, require
+from tests.gfx942.toolchain import COMPILER, TARGETS, is_newer
+from tests.tool import require_tool
 from tools import triton_objects
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ def link_command(objects: list[str], output: str) -> list[str]:
 
 def build(folder: Path, root: Path = ROOT, target: str = "gfx942") -> Path:
     """Builds the library of the sources in `root`/hip_ops into `folder`, writes its manifest, and returns its path."""
-    require(LINKER)
+    require_tool(LINKER)
     sources = [file.relative_to(root) for file in kernel_sources(root / "hip_ops")]
     library = folder / LIBRARY
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:

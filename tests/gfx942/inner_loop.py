@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.gfx942.emulator.code_object import open_code_object
 from tests.gfx942.emulator.decode import Instruction, disassemble
 from tests.gfx942.emulator.scheduler import parse_wait
-from tests.gfx942.toolchain import require
+from tests.tool import require_tool
 
 MFMA_PASSES = {"32x32x8": 8, "16x16x16": 4, "32x32x16": 8, "16x16x32": 4}
 CYCLES_A_PASS = 4
@@ -136,7 +136,7 @@ def machine_code_analysis(loop: Loop, iterations: int = 50) -> McaReport:
     )
     done = subprocess.run(
         [
-            require("llvm-mca-19"),
+            require_tool("llvm-mca-19"),
             "-mtriple=amdgcn",
             "-mcpu=gfx942",
             f"-iterations={iterations}",

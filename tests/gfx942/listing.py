@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hip_ops.runtime import hazards
-from tests.gfx942.toolchain import require
+from tests.tool import require_tool
 
 _LINE = re.compile(r"^(\s+)(\S.*?)(\s*// )([0-9A-F]{12}): ((?:[0-9A-F]{8} ?)+)")
 _FUNCTION, _DYNAMIC_SYMBOLS, _PROGBITS, _EXECUTABLE = 2, 11, 1, 4
@@ -134,7 +134,7 @@ def new_instructions(content: bytes) -> Iterator[tuple[int, int, New]]:
 
 
 def _objdump(path: str | Path) -> str:
-    command = [require("llvm-objdump-19"), "-d", "--mcpu=gfx942", str(path)]
+    command = [require_tool("llvm-objdump-19"), "-d", "--mcpu=gfx942", str(path)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -13,6 +13,7 @@ from hip_ops.runtime import hazards, rocm
 from tests.gfx942 import wait_states
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble, code_object
+from tests.tool import require_tool
 
 MATRIX = "v_mfma_f32_32x32x8_bf16 a[0:15], v[2:3], v[4:5], a[0:15]"
 SMALL = "v_mfma_f32_16x16x16_bf16 v[20:23], v[2:3], v[4:5], v[20:23]"
@@ -261,6 +262,7 @@ def test_passes():
 
 
 def test_folders_and_the_command(tmp_path, capsys):
+    require_tool("llvm-objdump-19")
     good = code_object("muon")
     bad = assemble(HEAD + f"  {STORE}\n  {OVERWRITE}\n" + TAIL, "hazards")
     (tmp_path / "a").mkdir()
@@ -288,6 +290,7 @@ def inductor(tmp_path_factory, monkeypatch):
 
 def test_a_triton_cache(tmp_path, monkeypatch, capsys, inductor):
     """The gfx942 objects of TRITON_CACHE_DIR; those of other architectures and other files are left out."""
+    require_tool("llvm-objdump-19")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert hazards.triton_cache() == tmp_path and hazards.triton_objects() == []
     (tmp_path / "KEY").mkdir()
@@ -325,6 +328,7 @@ def test_every_folder_of_triton_is_seen(tmp_path, monkeypatch, inductor):
 
 def test_objects_inside_a_library(tmp_path):
     """An offload bundle, as hipcc and clang embed it: a count, then offset, size and name of each part."""
+    require_tool("llvm-objdump-19")
     bad = assemble(HEAD + f"  {STORE}\n  {OVERWRITE}\n" + TAIL, "hazards").read_bytes()
     names = (b"host-x86_64-unknown-linux-gnu-", b"hipv4-amdgcn-amd-amdhsa--gfx942")
     header = hazards._BUNDLE + struct.pack("<Q", 2)
@@ -338,6 +342,7 @@ def test_objects_inside_a_library(tmp_path):
 
 def test_the_disassembler_of_rocm_s_wheel(monkeypatch, tmp_path):
     """Without ROCm on the machine: rocm-sdk-core holds LLVM's tools in a package's folder."""
+    require_tool("llvm-objdump-19")
     tools = tmp_path / "_rocm_sdk_core" / "lib" / "llvm" / "bin"
     tools.mkdir(parents=True)
     (tools / "llvm-objdump").symlink_to(hazards.objdump())

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import pytest
 from hip_ops.runtime import hazards
 from hip_ops.runtime.build import LIBRARY, MANIFEST, PACKAGE, kernel_sources, shipped_folder, sources_digest
 from tests.hip_ops.kernel_files import kernel_source
+from tests.tool import require_tool
 from tools.device_libs import with_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,19 +58,6 @@ class CompileError(RuntimeError):
     """The compiler's message."""
 
 
-def require(tool: str) -> str:
-    """Path of a program; skips the test where it is missing, fails it under CI=true (as the require_tool fixture
-    does).
-    """
-    found = shutil.which(tool)
-    if found is None:
-        reason = f"{tool} is not on PATH; tools/apt-packages.txt names the package"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    return found
-
-
 @functools.cache
 def cache_directory() -> Path:
     """Makes the folder on first use and deletes files that were unused for two weeks."""
@@ -88,7 +75,7 @@ def cache_directory() -> Path:
 
 def run(command: Iterable[str], **options) -> str:
     """The standard error of a compiler; it finds clang 19's linker and offload bundler."""
-    tools = Path(require("ld.lld-19")).resolve().parent
+    tools = Path(require_tool("ld.lld-19")).resolve().parent
     environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([*command], capture_output=True, text=True, env=environment, **options)
     if done.returncode != 0:
@@ -123,7 +110,9 @@ def path_flags(target: str, newer: bool) -> tuple[str, ...]:
     if not newer:
         return flags
     triton = Path(pytest.importorskip("triton").__file__).parent
-    resources = subprocess.run([require(COMPILER), "-print-resource-dir"], check=True, capture_output=True, text=True)
+    resources = subprocess.run(
+        [require_tool(COMPILER), "-print-resource-dir"], check=True, capture_output=True, text=True
+    )
     return (*flags, "-resource-dir", resources.stdout.strip(), "-isystem", f"{triton}/backends/amd/include")
 
 
@@ -132,7 +121,7 @@ def compiler_version(newer: bool = False) -> str:
     if newer:
         return f"{NEWER_CLANG}, {NEWER_PACKAGE} {NEWER_VERSION}"
     return subprocess.run(
-        [require(COMPILER), "--version"], check=True, capture_output=True, text=True
+        [require_tool(COMPILER), "--version"], check=True, capture_output=True, text=True
     ).stdout.splitlines()[0]
 
 
@@ -160,7 +149,7 @@ def device_library_flags(target: str = ARCH) -> tuple[str, ...]:
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    folder = with_architecture(found, cache_directory(), require, target)
+    folder = with_architecture(found, cache_directory(), require_tool, target)
     return (f"--rocm-device-lib-path={folder}",)
 
 

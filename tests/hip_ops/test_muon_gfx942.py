@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.gfx942.emulator import SCHEDULES, Device, EmulatorFault
-from tests.gfx942.toolchain import code_object, require
+from tests.gfx942.toolchain import code_object
 from tests.hip_ops import muon_device as on_device
 from tests.hip_ops.muon_bugs import BUGS, identifier, write_variants
 from tests.hip_ops.muon_oracle import check_momentum, check_update, make_lists, numel
+from tests.tool import require_tool
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Several chunks of 4096, a ragged end, one element, none, heads, and a place at which nothing can be aligned.
@@ -133,7 +134,7 @@ def test_loads_of_a_batch_are_in_flight_together(code):
     issued.
     """
     text = subprocess.run(
-        [require("llvm-objdump-19"), "-d", "--no-show-raw-insn", "--mcpu=gfx942", code],
+        [require_tool("llvm-objdump-19"), "-d", "--no-show-raw-insn", "--mcpu=gfx942", code],
         capture_output=True,
         text=True,
         check=True,

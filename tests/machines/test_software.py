@@ -12,6 +12,7 @@ import torch
 from hip_ops.runtime import build, code_objects, hazards, launchers
 from tests.gfx942.assembly_kernel import HEAD, TAIL
 from tests.gfx942.toolchain import assemble
+from tests.tool import require_tool
 from zaya_plugin.config.compose import compose
 from zaya_plugin.machines import installed, software
 from zaya_plugin.machines.checks import Setting
@@ -164,6 +165,7 @@ def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
 @pytest.fixture
 def scanned(monkeypatch, tmp_path):
     """A shipped library and Triton's folders without a hazard: the folder of torch.compile's first device."""
+    require_tool("llvm-objdump-19")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hip_ops.runtime import hazards
+from tests.tool import require_tool
 
 RELOCATION_RELATIVE64, RELOCATION_ABS64 = 13, 3
 
@@ -55,7 +56,7 @@ class KernelInfo:
 
 
 class CodeObject:
-    def __init__(self, path: str | Path, readelf: str = "llvm-readelf-19"):
+    def __init__(self, path: str | Path):
         self.path = str(path)
         data = Path(path).read_bytes()
         if data[:4] != b"\x7fELF":
@@ -65,7 +66,10 @@ class CodeObject:
         self.architecture = hazards.architecture_of(data) or "gfx942"
         self._load(data)
         notes = subprocess.run(
-            [readelf, "--notes", "--dyn-syms", "-W", self.path], check=True, capture_output=True, text=True
+            [require_tool("llvm-readelf-19"), "--notes", "--dyn-syms", "-W", self.path],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         self.symbols = {
             fields[-1]: int(fields[1], 16)
