@@ -51,12 +51,13 @@ def _flat(triples: Iterable[Triple]) -> tuple[float, ...]:
 
 
 def _example(
-    batch: int, rows: int, columns: int, form: str = "gram", steps: int = 5
+    batch: int, rows: int, columns: int, form: str = "gram", steps: int = 5, with_sums: bool = False
 ) -> Callable[[torch.device], tuple]:
     def make(device: torch.device) -> tuple:
         x = torch.randn((batch, rows, columns), device=device).bfloat16()
         restarts = (3,) if form == "gram" else ()
-        return x, None, _flat(coefficient_triples("simple", steps)), form, restarts, torch.float16, 1e-7
+        square_sums = x.float().square().sum((1, 2)) if with_sums else None
+        return x, square_sums, _flat(coefficient_triples("simple", steps)), form, restarts, torch.float16, 1e-7
 
     return make
 
@@ -78,7 +79,8 @@ _newton_schulz = Operator(
         square_sums?  [batch]                 fp32
     """,
     rule=_rule,
-    example=_example(2, 200, 168),  # more than five slabs of 32: the pipelined loop of the HIP version runs
+    # more than five slabs of 32: the pipelined loop of the HIP version runs; training passes sums of squares
+    example=(_example(2, 200, 168), _example(2, 200, 168, with_sums=True)),
     more_examples={
         # Tiles of 64 with products that are too short for the pipelined loop and others, and rows that are not aligned.
         "hip": (

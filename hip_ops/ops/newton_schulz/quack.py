@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hip_ops.ops.newton_schulz.plan import Plan
-from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate, normalised
+from hip_ops.ops.newton_schulz.reference import ProductsInOrientation, iterate
 from hip_ops.runtime.launch import on
 from hip_ops.runtime.quack_tiles import Tile
 
@@ -83,7 +83,9 @@ def newton_schulz(
     eps: float,
 ) -> Tensor:
     """As reference.newton_schulz; dtype None is fp16."""
+    from hip_ops.ops.newton_schulz.triton import start_of  # imports Triton, which a machine without a GPU may lack
+
     plan = Plan.of(coefficients, form, restarts, dtype)
     with on(x.device):
-        start = normalised(x, square_sums, eps, plan.scales[0], x.new_empty(x.shape, dtype=plan.dtype))
+        start = start_of(x, square_sums, eps, plan.scales[0], x.new_empty(x.shape, dtype=plan.dtype))
         return iterate(QuackProducts(x), start, plan)
