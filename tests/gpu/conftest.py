@@ -59,7 +59,9 @@ def zaya():
             text=True,
         )
         try:
-            output, _ = process.communicate()
+            output, _ = process.communicate(
+                timeout=1e6
+            )  # without one it loses what it has read when pytest's limit ends it
         except BaseException:  # pytest's limit, or Ctrl-C
             for pid in (*descendants(process.pid), process.pid):  # ranks that hang would keep the devices
                 with contextlib.suppress(ProcessLookupError):

@@ -192,14 +192,12 @@ def test_training_compiles_no_triton_kernel_after_the_check():
 
 @pytest.mark.alone
 def test_a_second_start_compiles_nothing(tmp_path):
-    """In processes of their own, with an empty and then a full cache of Triton.
+    """In processes of their own, with an empty and then a full cache of Triton: no Triton kernel of hip_ops.
 
-    The bounds hold on a slow machine too: 73 kernels are compiled for an H200, and nearly all of the first start's time
-    is theirs (`benchmarks/kernel_checks.py` measures it).
+    The bounds hold on a slow machine too: 74 kernels are compiled for an H200, and most of the first start's time is
+    theirs (`benchmarks/kernel_checks.py` measures it).
     """
     pytest.importorskip("triton")
-    if torch.version.hip:
-        pytest.skip("an AMD GPU runs shipped objects")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -213,7 +211,9 @@ def test_a_second_start_compiles_nothing(tmp_path):
         ).stdout
         starts.append(json.loads(said.splitlines()[-1]))
     (first, compiled), (second, again) = starts
-    kernels = f"{len(compiled)} kernels in {sum(compiled):.1f} s, the longest in {max(compiled):.1f} s"
+    kernels = f"{len(compiled)} kernels in {sum(compiled):.1f} s, the longest in {max(compiled, default=0):.1f} s"
     print(f"with an empty cache {first:.1f} s, of which {kernels}; with a full one {second:.1f} s")
-    assert again == [] and second < first / 3
-    assert 40 <= len(compiled) <= 90 and max(compiled) < sum(compiled) / 4, kernels
+    assert again == [] and len(compiled) <= 90, kernels
+    if torch.version.hip is None:  # on AMD most operators run HIP or shipped objects
+        longest = max(compiled)
+        assert longest < sum(compiled) / 4 and first < 2 * sum(compiled) and second < sum(compiled) / 2, kernels

@@ -73,7 +73,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self.folder.mkdir(parents=True)
         (self.folder / "state").mkdir()
-        self.public = Path(tempfile.mkdtemp(prefix="zaya-lab-slurm-"))
+        self.public = Path(tempfile.mkdtemp(prefix="zaya-lab-slurm-")).resolve()
         self.public.chmod(0o755)
         shutil.copytree(self.unpacked.root, self.public / "root", symlinks=True)
         self.unpacked = Unpacked(self.public / "root")

@@ -254,7 +254,7 @@ def product(
     return c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def normalise_kernel(x, square_sums, out, numel, blocks, scale, eps, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute out = x * (scale / max(sqrt(square_sums), eps)) of matrices of `numel` elements, `blocks` programs a
     matrix.
