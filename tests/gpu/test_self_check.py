@@ -216,4 +216,4 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert again == [] and len(compiled) <= 90, kernels
     if torch.version.hip is None:  # on AMD most operators run HIP or shipped objects
         longest = max(compiled)
-        assert longest < sum(compiled) / 4 and first < 2 * sum(compiled) and second < sum(compiled) / 2, kernels
+        assert longest < sum(compiled) / 4 and first < 3 * sum(compiled) and second < sum(compiled) / 2, kernels
