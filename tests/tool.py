@@ -3,6 +3,7 @@
 
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
 
@@ -14,9 +15,13 @@ def require_tool(name: str) -> str:
     nothing ran. Name the Debian package in tools/apt-packages.txt.
     """
     path = shutil.which(name)
-    if path is not None:
-        return path
-    reason = f"{name} is not on PATH; tools/apt-packages.txt names the package"
+    if path is None:
+        skip_or_fail(f"{name} is not on PATH; tools/apt-packages.txt names the package")
+    return path
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test, or fail it under CI=true."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

@@ -33,7 +33,7 @@ import pytest
 from hip_ops.runtime import hazards
 from hip_ops.runtime.build import LIBRARY, MANIFEST, PACKAGE, kernel_sources, shipped_folder, sources_digest
 from tests.hip_ops.kernel_files import kernel_source
-from tests.tool import require_tool
+from tests.tool import require_tool, skip_or_fail
 from tools.device_libs import with_architecture
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,13 +142,10 @@ def device_library_flags(target: str = ARCH) -> tuple[str, ...]:
         None,
     )
     if found is None:
-        reason = (
+        skip_or_fail(
             f"no ROCm device libraries in {', '.join(DEVICE_LIBRARIES)} or HIP_DEVICE_LIB_PATH; Debian package "
             "rocm-device-libs"
         )
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
     folder = with_architecture(found, cache_directory(), require_tool, target)
     return (f"--rocm-device-lib-path={folder}",)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the self-check on a device: its conditions find mistakes that an idle device's default stream hides, and a
-second start compiles nothing.
+start takes seconds.
 """
 
 import json
@@ -191,12 +191,8 @@ def test_training_compiles_no_triton_kernel_after_the_check():
 
 
 @pytest.mark.alone
-def test_a_second_start_compiles_nothing(tmp_path):
-    """In processes of their own, with an empty and then a full cache of Triton: no Triton kernel of hip_ops.
-
-    The bounds hold on a slow machine too: 74 kernels are compiled for an H200, and most of the first start's time is
-    theirs (`benchmarks/kernel_checks.py` measures it).
-    """
+def test_the_start_takes_seconds_and_a_second_one_compiles_nothing(tmp_path):
+    """In processes of their own, with an empty and then a full cache of Triton: no Triton kernel of hip_ops."""
     pytest.importorskip("triton")
     environment = {
         **os.environ,
@@ -213,7 +209,4 @@ def test_a_second_start_compiles_nothing(tmp_path):
     (first, compiled), (second, again) = starts
     kernels = f"{len(compiled)} kernels in {sum(compiled):.1f} s, the longest in {max(compiled, default=0):.1f} s"
     print(f"with an empty cache {first:.1f} s, of which {kernels}; with a full one {second:.1f} s")
-    assert again == [] and len(compiled) <= 90, kernels
-    if torch.version.hip is None:  # on AMD most operators run HIP or shipped objects
-        longest = max(compiled)
-        assert longest < sum(compiled) / 4 and first < 3 * sum(compiled) and second < sum(compiled) / 2, kernels
+    assert again == [] and second < first < 60 and second < 20, (first, second, kernels)

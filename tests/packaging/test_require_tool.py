@@ -31,11 +31,8 @@ def outcome(tmp_path: Path, tool: str, ci: str) -> str:
         str(tmp_path),
         str(tmp_path),
     ]
-    env = os.environ | {
-        "CI": ci,
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(CONFTEST.parents[1]),
-    }  # the plugins triple the start-up time
+    env = os.environ | {"CI": ci, "PYTHONPATH": str(CONFTEST.parents[1])}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the plugins triple the start-up time
     return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
