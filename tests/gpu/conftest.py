@@ -59,9 +59,8 @@ def zaya():
             text=True,
         )
         try:
-            output, _ = process.communicate(
-                timeout=1e6
-            )  # without one it loses what it has read when pytest's limit ends it
+            # Without a timeout it would lose what it has read when pytest's limit ends it.
+            output, _ = process.communicate(timeout=1e6)
         except BaseException:  # pytest's limit, or Ctrl-C
             for pid in (*descendants(process.pid), process.pid):  # ranks that hang would keep the devices
                 with contextlib.suppress(ProcessLookupError):
