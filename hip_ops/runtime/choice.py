@@ -7,11 +7,14 @@ with a warning; one that was requested by name raises ValueError, unless it is i
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,11 +24,12 @@ from hip_ops.runtime.build import prebuilt, shipped
 from hip_ops.runtime.code_objects import serves
 from hip_ops.runtime.compilers import CompilerNotFound, find_compiler
 from hip_ops.runtime.launchers import target_of
-from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences
+from hip_ops.runtime.self_check import PLAIN_CALL, Condition, differences, plain_arithmetic, seeded
 from hip_ops.versions import ANY_ORDER, NOT_RUN, Request, selection
 
 logger = logging.getLogger("hip_ops")
 _checking = threading.RLock()  # autograd's threads may reach the first use together
+COMPILING_THREADS = 8  # more gain little, because a part of Triton's compilation holds Python's lock
 
 
 def missing(version: str, device: torch.device, named: bool) -> str | None:
@@ -284,13 +288,35 @@ class Versions:
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         options |= {"written": self.written, "repeats": version not in ANY_ORDER}
         result_texts: list[str | None] = [None] * len(conditions)
-        for example in (*self.examples, *self.more_examples.get(version, ())):
+        for example in self._examples_of(version):
             places = [place for place, text in enumerate(result_texts) if text is None]
             remaining = [conditions[place] for place in places]
             texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
             for place, text in zip(places, texts, strict=True):
                 result_texts[place] = text
         return result_texts
+
+    def _examples_of(self, version: str | None) -> tuple[Callable[[torch.device], tuple], ...]:
+        return (*self.examples, *self.more_examples.get(version, ()))
+
+    def triton_calls(self, device: torch.device) -> list[Callable[[], None]]:
+        """Return the calls of the Triton version that the self-check on `device` is about to make, none where it makes
+        Triton compile nothing. Each may run in any thread and drops its results.
+        """
+        key = (device, self.request())
+        if "triton" not in self.versions or key in self._chosen or (device, "triton") in self.results:
+            return []
+        if serves(self.folder, device) or "triton" not in self._choose(*key, check=False)[0]:
+            return []
+        stream = torch.cuda.current_stream(device)
+
+        def call(example: Callable[[torch.device], tuple]) -> None:
+            with torch.cuda.stream(stream), plain_arithmetic(device):
+                with _checking, seeded(device):  # torch's generators belong to the process
+                    arguments = example(device)
+                self._candidate("triton")(*arguments)
+
+        return [functools.partial(call, example) for example in self._examples_of("triton")]
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
@@ -302,3 +328,17 @@ class Versions:
         text = "hip_ops: version %s of %s failed its self-check on %s and is not used. %s"
         warn_once((device, version, problem), text, version, self.name, device, problem)
         return problem
+
+
+def compile_side_by_side(computations: Iterable[Versions], device: torch.device) -> None:
+    """Make the Triton calls of the self-checks on `device` once before them, each in a thread: most of Triton's
+    compilation runs without Python's lock, so a first start takes less time. Errors are dropped: the self-check repeats
+    the call and reports them.
+    """
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return
+    # The first calls of all operators, then the second ones: two of one operator would compile some kernels twice.
+    rounds = itertools.zip_longest(*(versions.triton_calls(device) for versions in computations))
+    with ThreadPoolExecutor(COMPILING_THREADS) as pool:
+        for call in filter(None, itertools.chain.from_iterable(rounds)):
+            pool.submit(call)

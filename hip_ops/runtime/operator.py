@@ -41,7 +41,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from hip_ops.errors import NotCompiled, mistake, warn_once
-from hip_ops.runtime.choice import Versions
+from hip_ops.runtime.choice import Versions, compile_side_by_side
 from hip_ops.runtime.code_objects import objects_identity
 from hip_ops.runtime.compiled import compile_function
 from hip_ops.runtime.launch import wide
@@ -397,10 +397,9 @@ def warm_up(device: torch.device | str, operators: Iterable[Versions] | None = N
     Return by operator which version runs and why. Raises ValueError where a version requested by name is not
     available.
     """
-    device = _indexed(device)
-    return {
-        operator.name: operator.choice(device) for operator in (all_operators() if operators is None else operators)
-    }
+    device, operators = _indexed(device), all_operators() if operators is None else list(operators)
+    compile_side_by_side(operators, device)
+    return {operator.name: operator.choice(device) for operator in operators}
 
 
 def running(device: torch.device | str, others: Iterable[Versions] = ()) -> dict[str, tuple[str, ...]]:
@@ -412,6 +411,7 @@ def running(device: torch.device | str, others: Iterable[Versions] = ()) -> dict
     """
     device = _indexed(device)
     operators = [*all_operators(), *others]
+    compile_side_by_side(operators, device)
     chosen = {operator.name: operator.running(device) for operator in operators}
     used = {version for versions in chosen.values() for version in versions}
     if "hip" in used and (loaded := identity(device)):
@@ -435,8 +435,10 @@ def report(device: torch.device | str, check: bool = True, others: Iterable[Vers
     """Return lines that say which version of each operator, and of `others`, runs on `device` and why; `check` and
     errors as in `Versions.choice`.
     """
-    device = _indexed(device)
-    return table({operator.name: operator.choice(device, check) for operator in (*others, *all_operators())})
+    device, operators = _indexed(device), [*others, *all_operators()]
+    if check:
+        compile_side_by_side(operators, device)
+    return table({operator.name: operator.choice(device, check) for operator in operators})
 
 
 def table(choices: dict[str, str]) -> list[str]:

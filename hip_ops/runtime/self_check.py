@@ -6,6 +6,7 @@ afterwards. A run makes one call for each example; conditions.py calls a version
 device.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,24 @@ def in_turn(candidate: Callable, arguments: list[tuple]) -> list[list]:
 PLAIN_CALL = Condition("", 1, in_turn)
 
 
+@contextlib.contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Within the block, torch's random generators of the CPU and of `device` start from SEED."""
+    devices = (
+        [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    )
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(SEED)
+        yield
+
+
+@contextlib.contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Within the block, this thread records no gradients and casts nothing by itself."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
 def differences(
     candidate: Callable,
     reference: Callable,
@@ -63,11 +82,7 @@ def differences(
     returns, by default in everything.
     """
     global comparing
-    devices = (
-        [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
-    )
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        torch.manual_seed(SEED)
+    with seeded(device), plain_arithmetic(device):
         arguments = example(device)
         theirs = copied(arguments)
         comparing = True

@@ -207,6 +207,6 @@ def test_the_start_takes_seconds_and_a_second_one_compiles_nothing(tmp_path):
         ).stdout
         starts.append(json.loads(said.splitlines()[-1]))
     (first, compiled), (second, again) = starts
-    kernels = f"{len(compiled)} kernels in {sum(compiled):.1f} s, the longest in {max(compiled, default=0):.1f} s"
-    print(f"with an empty cache {first:.1f} s, of which {kernels}; with a full one {second:.1f} s")
+    kernels = f"{len(compiled)} kernels, {sum(compiled):.1f} s in threads, the longest {max(compiled, default=0):.1f} s"
+    print(f"with an empty cache {first:.1f} s ({kernels}), with a full one {second:.1f} s")
     assert again == [] and second < first < 60 and second < 20, (first, second, kernels)

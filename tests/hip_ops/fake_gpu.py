@@ -9,7 +9,7 @@ import torch
 
 from hip_ops import errors
 from hip_ops.runtime import choice, launchers, operator
-from hip_ops.runtime.self_check import differences
+from hip_ops.runtime.self_check import differences, plain_arithmetic, seeded
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -27,6 +27,9 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        for context in (seeded, plain_arithmetic):
+            monkeypatch.setattr(choice, context.__name__, lambda device, context=context: context(CPU))
         monkeypatch.setattr(
             choice,
             "differences",

@@ -4,6 +4,7 @@
 import importlib
 import logging
 import re
+import threading
 
 import pytest
 import torch
@@ -320,6 +321,36 @@ def test_the_versions_that_run_by_name(make, rocm, monkeypatch):
     assert behind.running(GPU) == ("triton", "compiled") and (GPU, "compiled") not in behind.results
     warm_up(GPU, [behind])
     assert behind.running(GPU) == ("triton", "reference")
+
+
+def test_triton_compiles_side_by_side(make, monkeypatch, caplog):
+    """The first calls of two operators, and of both examples of one, meet; their errors are the self-check's to report."""
+    FakeGpu(monkeypatch)
+    met, calls = threading.Barrier(3, timeout=60), []
+
+    def meets(x, factor):
+        checked = threading.current_thread() is threading.main_thread()
+        calls.append((checked, x.tolist()))
+        if not checked:
+            met.wait()
+        return x * factor
+
+    def meets_and_fails(x, factor):
+        meets(x, factor)
+        return fails(x, factor)
+
+    drawn = lambda device: (torch.rand(8), 2.0)  # noqa: E731
+    right, broken = make(triton=meets, example=(drawn, drawn)), make(triton=meets_and_fails, example=drawn)
+    unused = make(triton=lambda x, factor: calls.append("unused"), example=drawn)
+    state = torch.get_rng_state()
+    with use_kernels(**{unused.name: "reference"}):
+        warm_up(GPU, [right, broken, unused])
+        assert chosen(right) == ["triton"] and chosen(broken) == ["compiled"] and chosen(unused) == ["reference"]
+        assert sorted(checked for checked, _ in calls) == [False] * 3 + [True] * 3 and not met.broken
+        assert all(numbers == calls[0][1] for _, numbers in calls) and torch.equal(torch.get_rng_state(), state)
+        assert caplog.text.count("failed its self-check") == 1 and "invalid device function" in caplog.text
+        warm_up(GPU, [right, broken])
+        assert len(calls) == 6, "checked already"
 
 
 def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
