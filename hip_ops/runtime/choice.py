@@ -7,14 +7,13 @@ with a warning; one that was requested by name raises ValueError, unless it is i
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib.util
-import itertools
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -299,24 +298,27 @@ class Versions:
     def _examples_of(self, version: str | None) -> tuple[Callable[[torch.device], tuple], ...]:
         return (*self.examples, *self.more_examples.get(version, ()))
 
-    def triton_calls(self, device: torch.device) -> list[Callable[[], None]]:
-        """Return the calls of the Triton version that the self-check on `device` is about to make, none where it makes
-        Triton compile nothing. Each may run in any thread and drops its results.
-        """
+    def compiles_triton(self, device: torch.device) -> bool:
+        """Return whether the self-check on `device` is still to come and makes Triton compile kernels."""
         key = (device, self.request())
         if "triton" not in self.versions or key in self._chosen or (device, "triton") in self.results:
-            return []
-        if serves(self.folder, device) or "triton" not in self._choose(*key, check=False)[0]:
-            return []
-        stream = torch.cuda.current_stream(device)
+            return False
+        return not serves(self.folder, device) and "triton" in self._choose(*key, check=False)[0]
 
-        def call(example: Callable[[torch.device], tuple]) -> None:
-            with torch.cuda.stream(stream), plain_arithmetic(device):
-                with _checking, seeded(device):  # torch's generators belong to the process
-                    arguments = example(device)
-                self._candidate("triton")(*arguments)
+    def arguments_of(self, version: str, device: torch.device) -> list[tuple]:
+        """Return the arguments of the calls that the self-check of `version` makes."""
+        arguments = []
+        for example in self._examples_of(version):
+            with seeded(device), plain_arithmetic(device):
+                arguments.append(example(device))
+        return arguments
 
-        return [functools.partial(call, example) for example in self._examples_of("triton")]
+    def call_ahead(self, version: str, *arguments: Any) -> None:
+        """Call `version` and drop the result; an error is only logged, because the self-check reports it."""
+        try:
+            self._candidate(version)(*arguments)
+        except Exception as error:
+            logger.info("hip_ops: version %s of %s failed ahead of its self-check: %s", version, self.name, error)
 
     def _check(self, version: str, device: torch.device) -> str:
         try:
@@ -331,14 +333,33 @@ class Versions:
 
 
 def compile_side_by_side(computations: Iterable[Versions], device: torch.device) -> None:
-    """Make the Triton calls of the self-checks on `device` once before them, each in a thread: most of Triton's
-    compilation runs without Python's lock, so a first start takes less time. Errors are dropped: the self-check repeats
-    the call and reports them.
+    """Make the Triton calls of the self-checks on `device` once before them, those of each folder in a thread: most of
+    Triton's compilation runs without Python's lock, so a first start takes less time.
+
+    The operators of a folder share kernels, which two threads would compile twice; and Triton 3.8 unloads the first of
+    two, which may be running.
     """
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # its interpreter runs one kernel at a time
         return
-    # The first calls of all operators, then the second ones: two of one operator would compile some kernels twice.
-    rounds = itertools.zip_longest(*(versions.triton_calls(device) for versions in computations))
-    with ThreadPoolExecutor(COMPILING_THREADS) as pool:
-        for call in filter(None, itertools.chain.from_iterable(rounds)):
-            pool.submit(call)
+    compiling = [versions for versions in computations if versions.compiles_triton(device)]
+    if not compiling or torch.cuda.is_current_stream_capturing():
+        return
+    stream, folders = torch.cuda.current_stream(device), {}
+    for versions in compiling:
+        calls = folders.setdefault(versions.folder, [])
+        with contextlib.suppress(Exception):  # of an example: the self-check reports it
+            calls += [(versions, *arguments) for arguments in versions.arguments_of("triton", device)]
+
+    def run(calls: list[tuple]) -> None:
+        with torch.cuda.stream(stream), plain_arithmetic(device):
+            while calls:
+                versions, *arguments = calls.pop(0)
+                versions.call_ahead("triton", *arguments)
+
+    pool = ThreadPoolExecutor(COMPILING_THREADS)
+    try:
+        wait([pool.submit(run, calls) for calls in folders.values()])
+    finally:  # all are done, unless Ctrl-C ended the wait: then nothing more starts
+        for calls in folders.values():
+            calls.clear()
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -324,14 +324,13 @@ def test_the_versions_that_run_by_name(make, rocm, monkeypatch):
 
 
 def test_triton_compiles_side_by_side(make, monkeypatch, caplog):
-    """The first calls of two operators, and of both examples of one, meet; their errors are the self-check's to report."""
-    FakeGpu(monkeypatch)
+    """The first calls of three operators meet in three threads; their errors are the self-check's to report."""
+    gpu, checking = FakeGpu(monkeypatch), threading.get_ident()
     met, calls = threading.Barrier(3, timeout=60), []
 
     def meets(x, factor):
-        checked = threading.current_thread() is threading.main_thread()
-        calls.append((checked, x.tolist()))
-        if not checked:
+        calls.append((threading.get_ident(), factor, x.tolist()))
+        if threading.get_ident() != checking and factor == 2.0:
             met.wait()
         return x * factor
 
@@ -339,18 +338,26 @@ def test_triton_compiles_side_by_side(make, monkeypatch, caplog):
         meets(x, factor)
         return fails(x, factor)
 
-    drawn = lambda device: (torch.rand(8), 2.0)  # noqa: E731
-    right, broken = make(triton=meets, example=(drawn, drawn)), make(triton=meets_and_fails, example=drawn)
-    unused = make(triton=lambda x, factor: calls.append("unused"), example=drawn)
+    drawn = tuple(lambda device, factor=factor: (torch.rand(8), factor) for factor in (2.0, 3.0))
+    made = [make(triton=version, example=drawn) for version in (meets, meets, meets_and_fails)]
     state = torch.get_rng_state()
-    with use_kernels(**{unused.name: "reference"}):
-        warm_up(GPU, [right, broken, unused])
-        assert chosen(right) == ["triton"] and chosen(broken) == ["compiled"] and chosen(unused) == ["reference"]
-        assert sorted(checked for checked, _ in calls) == [False] * 3 + [True] * 3 and not met.broken
-        assert all(numbers == calls[0][1] for _, numbers in calls) and torch.equal(torch.get_rng_state(), state)
-        assert caplog.text.count("failed its self-check") == 1 and "invalid device function" in caplog.text
-        warm_up(GPU, [right, broken])
-        assert len(calls) == 6, "checked already"
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match="while a graph is captured"):
+        warm_up(GPU, made)
+    warm_up(CPU, made)
+    with use_kernels(**{each.name: "reference" for each in made}):
+        warm_up(GPU, made)
+    assert calls == []
+    gpu.capturing = False
+    warm_up(GPU, made)
+    assert [chosen(each) for each in made] == [["triton"], ["triton"], ["compiled"]]
+    ahead = [(thread, factor) for thread, factor, _ in calls if thread != checking]
+    assert len({thread for thread, _ in ahead}) == 3 and sorted(factor for _, factor in ahead) == [2] * 3 + [3] * 3
+    assert len(calls) == len(ahead) + 5 and len({(factor, *numbers) for _, factor, numbers in calls}) == 2
+    assert torch.equal(torch.get_rng_state(), state), "the same numbers in all calls, and nothing is drawn"
+    assert caplog.text.count("failed its self-check") == 1 and "invalid device function" in caplog.text
+    warm_up(GPU, made)
+    assert len(calls) == len(ahead) + 5, "checked already"
 
 
 def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
