@@ -8,6 +8,7 @@ with a warning; one that was requested by name raises ValueError, unless it is i
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -287,7 +288,7 @@ class Versions:
         options = {"compare": self.compare, "tolerance": self.tolerances.get(version, self.tolerance)}
         options |= {"written": self.written, "repeats": version not in ANY_ORDER}
         result_texts: list[str | None] = [None] * len(conditions)
-        for example in self._examples_of(version):
+        for example in self.examples_of(version):
             places = [place for place, text in enumerate(result_texts) if text is None]
             remaining = [conditions[place] for place in places]
             texts = differences(candidate, self.reference, example, device, remaining, **options) if places else []
@@ -295,7 +296,8 @@ class Versions:
                 result_texts[place] = text
         return result_texts
 
-    def _examples_of(self, version: str | None) -> tuple[Callable[[torch.device], tuple], ...]:
+    def examples_of(self, version: str | None) -> tuple[Callable[[torch.device], tuple], ...]:
+        """Return the examples with which `version` is compared."""
         return (*self.examples, *self.more_examples.get(version, ()))
 
     def compiles_triton(self, device: torch.device) -> bool:
@@ -304,14 +306,6 @@ class Versions:
         if "triton" not in self.versions or key in self._chosen or (device, "triton") in self.results:
             return False
         return not serves(self.folder, device) and "triton" in self._choose(*key, check=False)[0]
-
-    def arguments_of(self, version: str, device: torch.device) -> list[tuple]:
-        """Return the arguments of the calls that the self-check of `version` makes."""
-        arguments = []
-        for example in self._examples_of(version):
-            with seeded(device), plain_arithmetic(device):
-                arguments.append(example(device))
-        return arguments
 
     def call_ahead(self, version: str, *arguments: Any) -> None:
         """Call `version` and drop the result; an error is only logged, because the self-check reports it."""
@@ -347,14 +341,14 @@ def compile_side_by_side(computations: Iterable[Versions], device: torch.device)
     stream, folders = torch.cuda.current_stream(device), {}
     for versions in compiling:
         calls = folders.setdefault(versions.folder, [])
-        with contextlib.suppress(Exception):  # of an example: the self-check reports it
-            calls += [(versions, *arguments) for arguments in versions.arguments_of("triton", device)]
+        for example in versions.examples_of("triton"):
+            with contextlib.suppress(Exception), seeded(device), plain_arithmetic(device):  # the self-check reports it
+                calls.append(functools.partial(versions.call_ahead, "triton", *example(device)))
 
-    def run(calls: list[tuple]) -> None:
+    def run(calls: list[Callable[[], None]]) -> None:
         with torch.cuda.stream(stream), plain_arithmetic(device):
             while calls:
-                versions, *arguments = calls.pop(0)
-                versions.call_ahead("triton", *arguments)
+                calls.pop(0)()
 
     pool = ThreadPoolExecutor(COMPILING_THREADS)
     try:
