@@ -29,7 +29,6 @@ from hip_ops.versions import ANY_ORDER, NOT_RUN, Request, selection
 
 logger = logging.getLogger("hip_ops")
 _checking = threading.RLock()  # autograd's threads may reach the first use together
-COMPILING_THREADS = 8  # more gain little, because a part of Triton's compilation holds Python's lock
 
 
 def missing(version: str, device: torch.device, named: bool) -> str | None:
@@ -327,11 +326,11 @@ class Versions:
 
 
 def compile_side_by_side(computations: Iterable[Versions], device: torch.device) -> None:
-    """Make the Triton calls of the self-checks on `device` once before them, those of each folder in a thread: most of
-    Triton's compilation runs without Python's lock, so a first start takes less time.
+    """Call the Triton versions as their self-checks on `device` will, in one thread for each folder of operators, so that
+    Triton compiles several kernels at once: most of a compilation runs without Python's lock.
 
-    The operators of a folder share kernels, which two threads would compile twice; and Triton 3.8 unloads the first of
-    two, which may be running.
+    Operators of a folder share kernels, which two threads would compile twice; and Triton 3.8 unloads the first of two,
+    which may be running.
     """
     if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # its interpreter runs one kernel at a time
         return
@@ -350,10 +349,9 @@ def compile_side_by_side(computations: Iterable[Versions], device: torch.device)
             while calls:
                 calls.pop(0)()
 
-    pool = ThreadPoolExecutor(COMPILING_THREADS)
-    try:
-        wait([pool.submit(run, calls) for calls in folders.values()])
-    finally:  # all are done, unless Ctrl-C ended the wait: then nothing more starts
-        for calls in folders.values():
-            calls.clear()
-        pool.shutdown(wait=False, cancel_futures=True)
+    with ThreadPoolExecutor(len(folders)) as pool:
+        try:
+            wait([pool.submit(run, calls) for calls in folders.values()])
+        finally:  # all are done, unless Ctrl-C ended the wait: then no other call starts
+            for calls in folders.values():
+                calls.clear()

@@ -155,8 +155,10 @@ def test_ranks_compare_the_objects_and_tritons_release(monkeypatch, tmp_path):
     """Triton compiles the calls that no object fits. A Triton that cannot be imported ends no start."""
     FakeGpu(monkeypatch, hip="7.1")
     versions = {"router_mlp": ("triton", "compiled"), "rms_norm": ("hip",)}
-    fixed = dict(compiles_triton=lambda device: False)
-    operators = [SimpleNamespace(name=name, running=lambda _, v=v: v, **fixed) for name, v in versions.items()]
+    operators = [
+        SimpleNamespace(name=name, running=lambda _, v=v: v, compiles_triton=lambda _: False)
+        for name, v in versions.items()
+    ]
     monkeypatch.setattr(operator, "all_operators", lambda: operators)
     monkeypatch.setattr(operator, "identity", lambda device: None)
     of_objects = versions | {operator.OBJECTS: (code_objects.objects_identity(GPU),)}

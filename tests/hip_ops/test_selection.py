@@ -324,9 +324,10 @@ def test_the_versions_that_run_by_name(make, rocm, monkeypatch):
 
 
 def test_triton_compiles_side_by_side(make, monkeypatch, caplog):
-    """The first calls of three operators meet in three threads; their errors are the self-check's to report."""
+    """The first calls of three folders meet, each in a thread of its own; their errors are the self-check's to report."""
     gpu, checking = FakeGpu(monkeypatch), threading.get_ident()
     met, calls = threading.Barrier(3, timeout=60), []
+    caplog.set_level(logging.INFO, "hip_ops")
 
     def meets(x, factor):
         calls.append((threading.get_ident(), factor, x.tolist()))
@@ -338,26 +339,29 @@ def test_triton_compiles_side_by_side(make, monkeypatch, caplog):
         meets(x, factor)
         return fails(x, factor)
 
-    drawn = tuple(lambda device, factor=factor: (torch.rand(8), factor) for factor in (2.0, 3.0))
-    made = [make(triton=version, example=drawn) for version in (meets, meets, meets_and_fails)]
+    first, second = (lambda device, factor=factor: (torch.rand(8), factor) for factor in (2.0, 3.0))
+    made = [make(triton=version, example=(first, second)) for version in (meets, meets, meets_and_fails)]
+    made.append(make(triton=meets, example=second))
+    made[3].folder = made[0].folder  # they may share kernels
     state = torch.get_rng_state()
     gpu.capturing = True
     with pytest.raises(RuntimeError, match="while a graph is captured"):
         warm_up(GPU, made)
     warm_up(CPU, made)
-    with use_kernels(**{each.name: "reference" for each in made}):
+    with use_kernels(**{each.name: "reference" for each in made[:3]}):
         warm_up(GPU, made)
     assert calls == []
     gpu.capturing = False
     warm_up(GPU, made)
-    assert [chosen(each) for each in made] == [["triton"], ["triton"], ["compiled"]]
+    assert [chosen(each) for each in made] == [["triton"], ["triton"], ["compiled"], ["triton"]]
     ahead = [(thread, factor) for thread, factor, _ in calls if thread != checking]
-    assert len({thread for thread, _ in ahead}) == 3 and sorted(factor for _, factor in ahead) == [2] * 3 + [3] * 3
-    assert len(calls) == len(ahead) + 5 and len({(factor, *numbers) for _, factor, numbers in calls}) == 2
+    assert len({thread for thread, _ in ahead}) == 3 and sorted(factor for _, factor in ahead) == [2] * 3 + [3] * 4
+    assert len(calls) == len(ahead) + 6 and len({(factor, *numbers) for _, factor, numbers in calls}) == 2
     assert torch.equal(torch.get_rng_state(), state), "the same numbers in all calls, and nothing is drawn"
-    assert caplog.text.count("failed its self-check") == 1 and "invalid device function" in caplog.text
+    assert caplog.text.count("failed ahead of its self-check: invalid device function") == 2
+    assert caplog.text.count("failed its self-check on cuda:0 and is not used") == 1
     warm_up(GPU, made)
-    assert len(calls) == len(ahead) + 5, "checked already"
+    assert len(calls) == len(ahead) + 6, "checked already"
 
 
 def test_a_named_version_and_operators_that_lack_it(make_operator, make, rocm):
